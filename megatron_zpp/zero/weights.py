@@ -197,7 +197,6 @@ class Weights:
             squares=squares,
         )
         torch.sum(squares, dim=1, dtype=torch.float64, out=formats.measured[index])
-        self._due.discard(index)
         take = partial(self._apply, unit, sent)
         self._brought[index] = _leg(self._legs[index].bring).run(message, unit.reference, take)
 

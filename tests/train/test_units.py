@@ -1,4 +1,4 @@
-"""Runs of --zero-table-rows from their command lines."""
+"""Units of the engine that a command line asks for."""
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
@@ -7,12 +7,14 @@ from megatron_zpp.train.setup.device import prepare_device
 from tests.train.conftest import BYTES, TINY
 
 
-def test_blocks_have_the_decoupled_rate_beside_muon() -> None:
-    """As all other parameters have that Muon does not train."""
+def test_halves_of_layers_and_blocks_of_tables_have_their_rates_beside_muon() -> None:
+    """Blocks have the decoupled one, as all parameters that Muon does not train."""
     line = "--mock-data --train-iters 1 --device cpu --optimizer muon --decoupled-lr 1e-3".split()
-    line += ["--zero-table-rows", "64", "--untie-embeddings-and-output-weights"]
+    line += "--zero-table-rows 64 --untie-embeddings-and-output-weights --zero-unit sublayer".split()
     config = parse_args([*BYTES, *TINY, *line])
     engine = build_engine(config, 257, prepare_device(config, Topology()), Topology())
     for unit in engine.units:
         for placement in unit.layout.placements:
             assert placement.decoupled != bool(placement.matrices), placement.name
+    halves = [unit for unit in engine.units if unit.names[0].startswith("layers.")]
+    assert len(halves) == 2 * config.model.num_layers
