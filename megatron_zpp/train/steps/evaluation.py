@@ -42,9 +42,10 @@ def evaluate(
     chunks = -(-count // micro_batch_size)
     total = torch.zeros((), dtype=torch.float64, device=engine.device)
     weights = 0.0  # of this rank
-    for round_start in range(0, chunks, ranks):
-        before_round(round_start // ranks, -(-chunks // ranks))
-        chunk = round_start + rank
+    rounds = range(0, chunks, ranks)
+    for number, first_chunk in enumerate(rounds):
+        before_round(number, len(rounds))
+        chunk = first_chunk + rank
         first = min(chunk, chunks - 1) * micro_batch_size
         size = min(micro_batch_size, count - first)
         batch = as_tensors(samples.batch(np.arange(first, first + size)))
