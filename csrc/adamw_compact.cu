@@ -164,8 +164,7 @@ struct Moment {
     if (FP8 || state.form == StateForm::fp16) {
       const float(&held)[4] = SECOND ? root : x;
       const uint32_t peak = largest_of_lanes(bits_of(largest_magnitude(held)), 5);
-      if constexpr (ORDINARY) __builtin_assume(peak < 0x47000000u);  // kOrdinaryLimit, hence not NaN
-      const uint32_t stored = Scaled::Grid::scale_of(peak);
+      const uint32_t stored = ORDINARY ? Scaled::Grid::scale_of_ordinary(peak) : Scaled::Grid::scale_of(peak);
       if (lane_index() == 0) *state.scales = uint8_t(stored);
       if constexpr (FP8 && ORDINARY) {
         *static_cast<uint32_t*>(state.values) = fp8_codes<Scaled, SECOND>(held, stored, draws);

@@ -80,6 +80,11 @@ struct Grid {
     return peak_bits > kInfinityBits ? kNanScale : exponent - (TOP - kBias);
   }
 
+  // The same of a peak below 2^15.
+  ZPP_HOST_DEVICE static uint32_t scale_of_ordinary(uint32_t peak_bits) {
+    return most(peak_bits >> 23, SMALLEST) - (TOP - kBias);
+  }
+
   // The code of y, a magnitude over the scale; the largest one of infinity and NaN.
   ZPP_HOST_DEVICE static uint32_t code_of(float y, uint32_t draw) {
     // Then fp32's exponents are the grid's, and fp32's subnormal numbers are the grid's with more bits.

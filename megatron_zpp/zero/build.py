@@ -93,6 +93,7 @@ class UnitBuilder:
             unit.fill(master, unit.owned, drawn)
             if unit.is_split:
                 unit.replace_split(master)
+            del master  # of a split unit it is temporary
             self._sources.replace(unit)
             units.append(unit)
         self._make_empty_parameters(modules)
