@@ -35,7 +35,7 @@ def saved_by(topology: Topology, slow: int, stalls: bool, directory: str) -> lis
 
     def slowly(path: Path, tensors: Any, on_progress: Any) -> Any:
         if topology.rank == slow and FIRST.iteration == int(path.parent.name[5:12]):
-            for _ in range(1 if stalls else 60):
+            for _ in range(1 if stalls else 100):
                 time.sleep(STALL if stalls else 0.1)
                 on_progress()
         return written(path, tensors, on_progress)
