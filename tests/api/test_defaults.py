@@ -1,5 +1,6 @@
 """A module as users write it, with nothing said: its units, its initial values, and refusals by name."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -251,6 +252,15 @@ def test_a_unit_that_is_not_there_is_refused() -> None:
 def test_one_line_is_enough() -> None:
     engine = ZeroEngine(nn.Sequential(nn.Linear(12, 12)), config=EngineConfig(zero=ZeroConfig(zero_stage=3)))
     assert (engine.device.type, engine.mesh, engine.iteration) == ("cpu", Mesh(), 0)
+
+
+def test_nothing_ties_a_model_to_an_engine_that_was_closed() -> None:
+    model = Stack()
+    engine = ZeroEngine(model, config=EngineConfig(zero=ZeroConfig(zero_stage=3)))
+    gone = weakref.ref(engine)
+    engine.close()
+    del engine
+    assert gone() is None
 
 
 def test_the_old_call_works_and_warns() -> None:
