@@ -1,4 +1,4 @@
-"""The emulator of benchmarks/convergence.py --emulate against real ranks, bit for bit."""
+"""The emulator of benchmarks/convergence.py against real ranks, bit for bit."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The emulator of benchmarks/convergence.py --emulate on a GPU against ranks over NCCL, bit for bit."""
+"""The emulator of benchmarks/convergence.py on a GPU against ranks over NCCL, bit for bit."""
 
 import os
 from collections.abc import Iterator

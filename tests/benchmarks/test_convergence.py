@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import paired_runs
-from benchmarks.emulation import campaign
+from benchmarks import convergence, paired_runs
 from benchmarks.emulation.descent import Ladder, descend
 from benchmarks.intervals import mean_and_interval, t_quantile
 
@@ -33,7 +32,7 @@ def fake_runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         bytes_ = {"bytes_per_parameter": 1.0, "bytes_per_parameter_in_layers": 1.0}
         return {"loss": loss, "master_loss": loss, "seconds": 0.0, "skipped": 0, **bytes_}
 
-    monkeypatch.setattr(campaign, "_run", run)
+    monkeypatch.setattr(convergence, "_run", run)
     monkeypatch.setattr(paired_runs, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
     return jobs
 
@@ -44,22 +43,22 @@ def test_a_campaign_resumes_where_it_was(
     path = tmp_path / "runs.jsonl"
     arguments = ["--size", "tiny", "--rungs", "delta4", "--device", "cpu", "--output", str(tmp_path)]
     arguments += ["--runs-file", str(path)]
-    assert campaign.main([*arguments, "--pairs", "2", "--limit-seconds", "0"]) == paired_runs.STOPPED
+    assert convergence.main([*arguments, "--pairs", "2", "--limit-seconds", "0"]) == paired_runs.STOPPED
     assert not fake_runs
-    assert campaign.main([*arguments, "--pairs", "2"]) == 0
+    assert convergence.main([*arguments, "--pairs", "2"]) == 0
     assert fake_runs == [("baseline", 0), ("delta4", 0), ("baseline", 1), ("delta4", 1)]
     raw = path.read_bytes()
     path.write_bytes(raw[:-20])  # killed while it wrote the last line, before the result
     (tmp_path / "emulation_tiny_cpu.json").unlink()
     fake_runs.clear()
-    assert campaign.main([*arguments, "--pairs", "3", "--processes", "2"]) == 0
+    assert convergence.main([*arguments, "--pairs", "3", "--processes", "2"]) == 0
     assert sorted(fake_runs) == [("baseline", 2), ("delta4", 1), ("delta4", 2)]
     gap = json.loads((tmp_path / "emulation_tiny_cpu.json").read_text())["figures"]["rungs"]["delta4"]
     assert gap["gap"] == {"mean_percent": 0.1, "half_width_95_percent": 0.0, "by_seed": [0.1] * 3}
     assert "| delta4 | 1.000 | 3 | +0.100 | 0.000 | +0.100 … +0.100 |" in capsys.readouterr().out
     fake_runs.clear()
     others = [*arguments, "--pairs", "1", "--steps", "7", "--name", "others"]
-    assert campaign.main(others) == 0  # other settings, other runs
+    assert convergence.main(others) == 0  # other settings, other runs
     assert len(fake_runs) == 2
 
 
@@ -69,20 +68,20 @@ def test_a_call_never_takes_pairs_from_a_result(
     arguments = ["--size", "tiny", "--rungs", "delta4", "--device", "cpu", "--output", str(tmp_path)]
     here, elsewhere = (["--runs-file", str(tmp_path / f"{name}.jsonl")] for name in ("here", "elsewhere"))
     result = tmp_path / "emulation_tiny_cpu.json"
-    assert campaign.main([*arguments, *here, "--pairs", "2"]) == 0
+    assert convergence.main([*arguments, *here, "--pairs", "2"]) == 0
     written = result.read_bytes()
     fake_runs.clear()
     for refused, message in (
         ([*elsewhere, "--pairs", "2"], "has 2 pairs of 'baseline', of which --runs-file lacks 2"),
         ([*here, "--pairs", "2", "--steps", "7"], "has runs with other settings: give another --name"),
     ):
-        assert campaign.main([*arguments, *refused]) == 2
+        assert convergence.main([*arguments, *refused]) == 2
         assert message in capsys.readouterr().err
     assert not fake_runs
     assert result.read_bytes() == written
-    assert campaign.main([*arguments, *here, "--pairs", "1"]) == 0  # fewer pairs than there are runs
+    assert convergence.main([*arguments, *here, "--pairs", "1"]) == 0  # fewer pairs than there are runs
     assert json.loads(result.read_text())["figures"]["rungs"]["delta4"]["pairs"] == 2
-    assert campaign.main([*arguments, *elsewhere, "--pairs", "1", "--name", "small"]) == 0
+    assert convergence.main([*arguments, *elsewhere, "--pairs", "1", "--name", "small"]) == 0
     assert fake_runs == [("baseline", 0), ("delta4", 0)]
 
 
@@ -101,16 +100,16 @@ def test_a_seed_is_begun_if_all_of_its_runs_can_end(
     arguments = ["--size", "tiny", "--rungs", "delta4", "--device", "cpu", "--output", str(tmp_path)]
     arguments += ["--runs-file", str(tmp_path / "runs.jsonl"), "--pairs", "3"]
     now = iter(range(10_000))
-    quick = campaign._run
+    quick = convergence._run
 
     def slow(*arguments: Any) -> dict[str, object]:
         return quick(*arguments) | {"seconds": 10.0}
 
-    monkeypatch.setattr(campaign, "_run", slow)
+    monkeypatch.setattr(convergence, "_run", slow)
     monkeypatch.setattr(paired_runs.time, "monotonic", lambda: 10.0 * next(now))  # called before each run
-    assert campaign.main([*arguments, "--limit-seconds", "44"]) == paired_runs.STOPPED
+    assert convergence.main([*arguments, "--limit-seconds", "44"]) == paired_runs.STOPPED
     assert fake_runs == [("baseline", 0), ("delta4", 0)]
-    assert campaign.main([*arguments, "--limit-seconds", "1000"]) == 0
+    assert convergence.main([*arguments, "--limit-seconds", "1000"]) == 0
     assert fake_runs[2:] == [(name, seed) for seed in (1, 2) for name in ("baseline", "delta4")]
 
 
@@ -143,7 +142,7 @@ def test_a_campaign_tunes_optimizers_and_compares_their_tokens(
 
     def run(settings: dict[str, Any], device: str, text: None, job: tuple[str, int]) -> dict[str, Any]:
         jobs.append(job)
-        settings = campaign.named(settings, job[0])[0]
+        settings = convergence.named(settings, job[0])[0]
         islands = settings.get("islands")
         best, scale = (8e-3, 1.0) if "muon" in settings else (4e-3, 1.2)
         loss = 2 + abs(math.log(settings["lr"] / best)) + scale * (1 - settings["steps"] / 80)
@@ -153,13 +152,13 @@ def test_a_campaign_tunes_optimizers_and_compares_their_tokens(
         bytes_ = {"bytes_per_parameter": 1.0, "bytes_per_parameter_in_layers": 1.0}
         return {"loss": loss + job[1], "master_loss": loss, "seconds": 0.0, "skipped": 0, **bytes_}
 
-    monkeypatch.setattr(campaign, "_run", run)
+    monkeypatch.setattr(convergence, "_run", run)
     monkeypatch.setattr(paired_runs, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
     arguments = ["--size", "tiny", "--device", "cpu", "--output", str(tmp_path), "--pairs", "2"]
     tune = [*arguments, "--descend", "adamw", "muon", "--runs-file", str(tmp_path / "tuned.jsonl")]
-    assert campaign.main([*tune, "--limit-seconds", "0"]) == paired_runs.STOPPED
+    assert convergence.main([*tune, "--limit-seconds", "0"]) == paired_runs.STOPPED
     assert not jobs
-    assert campaign.main(tune) == 0
+    assert convergence.main(tune) == 0
     assert len(set(jobs)) == len(jobs)
     path = tmp_path / "descent_tiny_cpu.json"
     figures = json.loads(path.read_text())["figures"]
@@ -170,26 +169,26 @@ def test_a_campaign_tunes_optimizers_and_compares_their_tokens(
     assert share["mean"] == pytest.approx(0.8)
     assert share["half_width_95"] == pytest.approx(0, abs=1e-6)
     jobs.clear()
-    assert campaign.main(tune) == 0
+    assert convergence.main(tune) == 0
     assert not jobs
     pairs = [*arguments, "--tuned", str(path), "--rungs", "sums4", "--name", "pairs"]
-    assert campaign.main([*pairs, "--runs-file", str(tmp_path / "pairs.jsonl")]) == 0
+    assert convergence.main([*pairs, "--runs-file", str(tmp_path / "pairs.jsonl")]) == 0
     assert json.loads((tmp_path / "pairs.json").read_text())["figures"]["settings"]["lr"] == 8e-3
     outer = tmp_path / "outer.json"
     islands = [*arguments, "--descend", "islands", "--tuned", str(path), "--name", "outer"]
-    assert campaign.main([*islands, "--runs-file", str(tmp_path / "outer.jsonl")]) == 0
+    assert convergence.main([*islands, "--runs-file", str(tmp_path / "outer.jsonl")]) == 0
     found = json.loads(outer.read_text())["figures"]["islands"]["settings"]
     assert found == {"islands": {"lr": 0.9, "momentum": 0.6}, "lr": 8e-3}
     gate = [*arguments, "--tuned", str(path), str(outer), "--name", "gate", "--rungs"]
     gate += ["2 islands", "2 islands, overlap 1", "1 island"]
     gate += ["--pairs", "8", "--runs-file", str(tmp_path / "gate.jsonl")]
-    assert campaign.main([*gate, "--limit-seconds", "0"]) == paired_runs.STOPPED
-    assert campaign.main(gate) == 0
+    assert convergence.main([*gate, "--limit-seconds", "0"]) == paired_runs.STOPPED
+    assert convergence.main(gate) == 0
     jobs.clear()
-    assert campaign.main(gate) == 0
+    assert convergence.main(gate) == 0
     assert not jobs
     larger = [*tune, "--tuned", str(path), "--steps", "160", "--name", "larger"]
-    assert campaign.main(larger) == 0
+    assert convergence.main(larger) == 0
     found = json.loads((tmp_path / "larger.json").read_text())["figures"]["muon"]["path"]
     assert json.loads(found[0][0])["lr"] == 8e-3
     printed = capsys.readouterr().out
