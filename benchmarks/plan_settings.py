@@ -62,7 +62,7 @@ def measure(flags: list[str], options: argparse.Namespace, cache: Path) -> dict[
     """Milliseconds of a step and the peak in GiB of a run, or how it failed."""
     program = [str(ROOT / "pretrain_gpt.py"), "--train-iters", str(options.steps), *flags]
     ranks = str(options.ranks_per_node)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     if options.nodes > 1:
         grid = ["--nodes", str(options.nodes), "--ranks-per-node", ranks, "--"]
         launcher = [str(ROOT / "launch" / "emulate_nodes.sh"), *grid]
