@@ -138,7 +138,9 @@ def test_half_of_a_symmetric_product_is_the_whole(shape: tuple[int, ...], turned
             (each.double() - exact).norm() for each in (found, newton_schulz.squared(of, *numbers))
         )
         assert error <= 1.5 * allowed
-        assert torch.equal(found.tril(-1), found.mT.tril(-1))
+        tiles = torch.arange(found.shape[1], device=DEVICE) // symmetric._TILE
+        mirrored = tiles[:, None] > tiles
+        assert torch.equal(found[:, mirrored], found.mT[:, mirrored])
 
 
 @pytest.mark.parametrize("shape", [(2, 2048, 4096), (2, 4096, 2048)])

@@ -165,13 +165,17 @@ class Job:
         return self._facts(task)
 
     def rank(self, variable: str) -> int:
-        """The process of pretrain_gpt.py in this job that has this variable in its environment."""
-        (found,) = (
+        """The process of pretrain_gpt.py in this job that has this variable in its environment.
+
+        One that it has just forked, to start another program, is still like it.
+        """
+        found = {
             int(process.name)
             for process in Path("/proc").glob("[0-9]*")
             if _has(process, f"SLURM_JOB_ID={self.id}", variable)
-        )
-        return found
+        }
+        (first,) = (each for each in found if not found & {_parent(each)})
+        return first
 
     def _facts(self, task: str) -> dict[str, str]:
         shown = self._cluster.ask("scontrol", "show", "job", self.id + (task and f"_{task}"))
@@ -184,6 +188,14 @@ class Job:
 def _pending(process_id: int, number: signal.Signals) -> bool:
     status = Path(f"/proc/{process_id}/status").read_text()
     return bool(int(re.search(r"ShdPnd:\s*(\w+)", status)[1], 16) >> (number - 1) & 1)
+
+
+def _parent(process_id: int) -> int:
+    try:
+        status = Path(f"/proc/{process_id}/status").read_text()
+    except OSError:  # it has just ended
+        return process_id
+    return int(re.search(r"PPid:\s*(\d+)", status)[1])
 
 
 def _has(process: Path, *variables: str) -> bool:
