@@ -121,7 +121,7 @@ def key_of(settings: dict[str, Any], name: str, seed: int) -> str:
 
 
 def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, Any]:
-    """One run: its final loss, a curve, skipped steps and its time."""
+    """One run: its final loss, skipped steps and its time."""
     import torch
 
     from benchmarks.emulation.source import Source
@@ -151,20 +151,17 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
     tokens = source.training(seed, steps * samples).to(engine.device).split(samples)
     distance = max(1, steps // 10 // EVALUATIONS)
     evaluated = {steps - distance * index for index in range(EVALUATIONS)} - {0}
-    losses, finals = torch.zeros(steps, device=engine.device), []
+    finals = []
     skipped = torch.zeros((), device=engine.device)
     for step in range(steps):
-        losses[step] = engine.accumulate(tokens[step], index=0, micro_batches=1)
+        engine.accumulate(tokens[step], index=0, micro_batches=1)
         skipped += engine.step(rate(step * samples)).skipped
         if step + 1 in evaluated:
             finals.append(torch.stack([engine.evaluate(part) for part in held_out]).double().mean().item())
     engine.close()
-    marks = sorted({round(steps * part / 20) for part in range(1, 21)} - {0})
-    curve = [(stop, losses[max(0, stop - 20) : stop].mean().item()) for stop in marks]
     return {
         "loss": sum(finals) / len(finals),
         "evaluations": finals,
-        "train": [(stop, round(loss, 5)) for stop, loss in curve],
         "skipped": int(skipped.item()),
         "parameters": sum(each.numel for unit in engine.units for each in unit.layout.placements),
         "seconds": round(time.perf_counter() - started, 1),
@@ -193,7 +190,6 @@ def summary(done: dict[Job, dict[str, Any]], settings: dict[str, Any]) -> dict[s
             "pairs": len(seeds),
             "gap": gaps_of(losses, [done[BASELINE, seed]["loss"] for seed in seeds]),
             "losses": dict(zip(seeds, losses, strict=True)),
-            "train": {seed: done[name, seed]["train"] for seed in seeds},
             "skipped_steps": sum(done[name, seed]["skipped"] for seed in seeds),
             "parameters": done[name, seeds[0]]["parameters"],
             "seconds": round(sum(done[name, seed]["seconds"] for seed in seeds) / len(seeds), 1),
