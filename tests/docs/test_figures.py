@@ -78,7 +78,7 @@ def markers(page: Path) -> Iterator[tuple[str, list[float] | None]]:
     """Every row that a marker of a page describes, and the values of its sources; None if it is skipped."""
     for names, lines, block in MARKER.findall(page.read_text()):
         files = {}
-        for alias, name, path in re.findall(r"(\w+)=([\w.]+)(?::(\S+))?", names):
+        for alias, name, path in re.findall(r"(\w+)=([\w.-]+)(?::(\S+))?", names):
             files[alias] = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
             for key in path.split("/") if path else ():
                 files[alias] = files[alias][key]
