@@ -112,8 +112,8 @@ def test_figures_are_those_of_the_results(page: Path) -> None:
 @pytest.mark.parametrize("page", MARKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_result_that_a_marked_page_links_has_a_marker(page: Path) -> None:
     text = page.read_text()
-    linked = set(re.findall(r"benchmarks/results/([\w.]+)\.json", text))
-    assert linked <= set(re.findall(r"\w+=([\w.]+)", " ".join(match[0] for match in MARKER.findall(text))))
+    linked = set(re.findall(r"benchmarks/results/([\w.-]+)\.json", text))
+    assert linked <= set(re.findall(r"\w+=([\w.-]+)", " ".join(match[0] for match in MARKER.findall(text))))
 
 
 def test_the_pages_that_make_claims_are_marked() -> None:
