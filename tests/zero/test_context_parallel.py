@@ -166,7 +166,7 @@ def _traffic(topology: Topology) -> list[tuple[int, int]]:
             return exchange(parts)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group, "exchange_parts", partial(recorded, group.exchange_parts))
+            patch.setattr(group, "start_exchange", partial(recorded, group.start_exchange))
             engine.accumulate(torch.randint(VOCAB, (2, 17)), index=0, micro_batches=1)
         engine.close()
         found.append((ledger.intra_node, sum(sent)))
