@@ -19,14 +19,15 @@ beside the product for the input's gradient, which is scattered beside the produ
 copies between GPUs the other exchanges of maps are beside products too, of all tokens but 1 / T.
 
 Context ranks exchange what attention needs, in each layer's forward and backward, and once more where either
-is recomputed (model/context/): heads by all-to-all, for which a rank waits, or keys and values around a ring,
-beside attention to those that have arrived.
+is recomputed (model/context/): heads by all-to-all, or keys and values around a ring, beside attention to those
+that have arrived. Of an all-to-all a rank waits for the heads of the first part and the results of the last.
 """
 
 from dataclasses import dataclass
 
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.model.attention import DotProduct
+from megatron_zpp.model.context.heads import parts_of_heads
 from megatron_zpp.model.context.sharing import context_kernel, exchanges_of_attention
 from megatron_zpp.model.flops import attended_tokens, layer_matrices
 from megatron_zpp.model.recomputation import mlps_again, segments
@@ -67,7 +68,8 @@ def exchanged(job: Job, forward: bool) -> Exchanged:
     waited, beside = (ends, beside + of_maps) if job.overlapped else (ends + of_maps, beside)
     of_attention = context_bytes(job, forward)
     if job.exchanges_heads:
-        return Exchanged(waited + of_attention, beside)
+        ends = of_attention // parts_of_heads(job.model.num_query_groups // job.tensor, job.context)
+        return Exchanged(waited + ends, beside, of_attention - ends)
     return Exchanged(waited, beside, of_attention)
 
 

@@ -23,7 +23,10 @@ from megatron_zpp.model.context.parts import from_parts, to_parts
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.scores import PLAIN_SCORES, Scores
 
-PARTS = 2  # of the heads of a rank, if this divides them
+
+def parts_of_heads(groups: int, ranks: int) -> int:
+    """Return how many parts the heads of each of `ranks` have: two, if that divides their G / C groups."""
+    return math.gcd(2, math.lcm(groups, ranks) // ranks)
 
 
 class Send(torch.autograd.Function):
@@ -116,7 +119,7 @@ class AllToAllHeads(AttentionKernel):
 
     def sent_behind(self, heads: int, groups: int, head_width: int) -> int:
         """See AttentionKernel: the result of the last part."""
-        return self._to_others(heads * head_width) // self._parts(groups)
+        return self._to_others(heads * head_width) // parts_of_heads(groups, self.context_ranks)
 
     def _to_others(self, elements: int) -> int:
         return elements // self.context_ranks * (self.context_ranks - 1)
@@ -132,7 +135,7 @@ class AllToAllHeads(AttentionKernel):
         """Queries (B, S / C, N, H), keys and values (B, S / C, G, H) -> (B, S / C, N, H)."""
         assert dropout == 0.0, "check_context_ranks refuses it"
         ranks, groups = self.context_ranks, k.shape[2]
-        repeated, parts = math.lcm(groups, ranks), self._parts(groups)
+        repeated, parts = math.lcm(groups, ranks), parts_of_heads(groups, self.context_ranks)
         if repeated != groups:
             k, v = (x.repeat_interleave(repeated // groups, 2) for x in (k, v))
         by_part = [x.unflatten(2, (ranks, -1)).chunk(parts, 3) for x in (q, k, v)]
@@ -148,9 +151,6 @@ class AllToAllHeads(AttentionKernel):
             for part in range(parts)
         ]
         return torch.cat(returned, 3).flatten(2, 3)
-
-    def _parts(self, groups: int) -> int:
-        return math.gcd(PARTS, math.lcm(groups, self.context_ranks) // self.context_ranks)
 
     def _of_part(self, scores: Scores, part: int, parts: int) -> Scores:
         """The scores of one of the parts of this rank's heads."""
