@@ -19,8 +19,8 @@ beside the product for the input's gradient, which is scattered beside the produ
 copies between GPUs the other exchanges of maps are beside products too, of all tokens but 1 / T.
 
 Context ranks exchange what attention needs, in each layer's forward and backward, and once more where either
-is recomputed (model/context/): heads by all-to-all, or keys and values around a ring, beside attention to what
-has arrived. Of an all-to-all a rank waits for the heads of the first part and the results of the last.
+is recomputed (model/context/): heads by all-to-all, or keys and values around a ring, beside attention to
+what has arrived. Of an all-to-all a rank waits for the heads of the first part and the results of the last.
 """
 
 from dataclasses import dataclass
