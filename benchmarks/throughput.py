@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,10 @@ PARTS = {  # flags of pretrain_gpt.py; a run of ours is some of these, as "stage
         *("--zero-hpz-partition-size", "auto"),
     ],
 }
+SIZES = (  # of a model, as --extra may give them
+    *("--num-layers", "--hidden-size", "--ffn-hidden-size"),
+    *("--num-attention-heads", "--num-query-groups", "--kv-channels"),
+)
 AGAINST = ", against"  # behind the name of a run of ours in another checkout
 
 
@@ -183,6 +188,9 @@ def rates(
     """Tokens per second of one GPU, and its TFLOP/s by PaLM's count."""
     fields = {flag.removeprefix("--").replace("-", "_"): value for flag, value in shape.items()}
     samples = fields.pop("micro_batch_size") * options.micro_batches
+    for flag, value in pairwise(options.extra):
+        if flag in SIZES:
+            fields[flag.removeprefix("--").replace("-", "_")] = int(value)
     config = ModelConfig(**fields, seq_length=options.seq_length)
     tokens = 1000 * samples * options.seq_length / sharing(run, options.gpus) / milliseconds
     flops = tokens * flops_per_token(config, options.vocab_size)

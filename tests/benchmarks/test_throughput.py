@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.throughput import PARTS, command, shape_of, summary
+from benchmarks.throughput import PARTS, command, rates, shape_of, summary
 from megatron_zpp.config.root import parse_args
 
 
@@ -20,7 +20,7 @@ def test_the_flags_of_our_runs_are_accepted(run: str) -> None:
 
 
 def test_ratios_are_means_of_rounds_with_intervals() -> None:
-    options = Namespace(seq_length=1024, vocab_size=50304, gpus=2, micro_batches=1)
+    options = Namespace(seq_length=1024, vocab_size=50304, gpus=2, micro_batches=1, extra=[])
     rounds = {
         run: [{"milliseconds": value, "first_line_seconds": None} for value in values]
         for run, values in {"stage 3": (10.0, 10.0), "fsdp2": (30.0, 40.0), "dtensor": (20.0, 20.0)}.items()
@@ -31,3 +31,10 @@ def test_ratios_are_means_of_rounds_with_intervals() -> None:
     assert mean == 3.5
     assert half == pytest.approx(0.5 * 12.706, rel=1e-3)  # Student's t for two rounds
     assert found["stage 3"]["rate_over_dtensor"] == [4.0, 0.0]  # two GPUs share a micro-batch of dtensor's
+
+
+def test_sizes_among_further_flags_are_counted() -> None:
+    options = Namespace(seq_length=1024, vocab_size=50304, gpus=1, micro_batches=1, extra=[])
+    fewer = Namespace(**vars(options) | {"extra": ["--swiglu", "--num-layers", "8"]})
+    expected = rates("stage 0", 100.0, shape_of("1.3b/8:4"), options)
+    assert rates("stage 0", 100.0, shape_of("1.3b:4"), fewer) == expected
