@@ -50,6 +50,7 @@ RUNS = {  # flags of pretrain_gpt.py
     "fp8 codes": f"{DELAYED} --fp8-param-gather",
     "fp8 codes and output": f"{DELAYED} --fp8-param-gather --fp8-output-layer",
     "compact": COMPACT,
+    "residual in fp32": "--fp32-residual-connection",
 }
 # By size: layers, hidden size, heads, tokens of a sample, vocabulary, steps, samples of a step.
 SIZES = {

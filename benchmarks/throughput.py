@@ -60,6 +60,7 @@ PARTS = {  # flags of pretrain_gpt.py; a run of ours is some of these, as "stage
         *("--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp8"),
     ],
     "in backward": ["--optimizer-in-backward"],
+    "fp32 residual": ["--fp32-residual-connection"],
     "recompute": ["--recompute-granularity", "full", "--recompute-method", "uniform"],
     "selective": ["--recompute-activations"],
     "flex": ["--attention-backend", "flex"],

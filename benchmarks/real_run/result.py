@@ -22,6 +22,7 @@ NAMES = {
     "plain_again": "plain PyTorch, again",
     "plain_bf16": "plain PyTorch, residual in bf16",
     "stage_0": "megatron_zpp, stage 0",
+    "wide": "stage 0, residual in fp32",
     "zeropp": "stage 3, delta4 and rotated4, two nodes",
     "fp8": "8-bit matmuls",
     "resumed": "resumed five times on other meshes",

@@ -8,6 +8,7 @@ plain        benchmarks/real_run/plain.py: PyTorch compiled, AdamW, nothing of m
 plain_again  the same once more: how far GPUs, which do not repeat all sums, let two equal runs part
 plain_bf16   the same, with the sum that all layers add to in bf16, as ours has it
 stage_0      pretrain_gpt.py at stage 0
+wide         the same, with that sum in fp32
 zeropp       stage 3 with delta4 and rotated4, between two nodes of one rank
 fp8          8-bit products of layers and output layer
 resumed      stage_0, stopped five times and resumed on other meshes and stages
@@ -42,6 +43,7 @@ PLAIN = {"plain": "", "plain_again": "", "plain_bf16": "--bf16-residual"}  # fla
 VARIANTS = {
     **PLAIN,
     "stage_0": "",  # and of pretrain_gpt.py
+    "wide": "--fp32-residual-connection",
     "zeropp": "--zero-stage 3 --zero-hpz-partition-size auto --zero-quantized-weights "
     "--zero-quantized-weights-format delta4 --zero-quantized-gradients "
     "--zero-quantized-gradients-format rotated4",

@@ -92,6 +92,9 @@ class ModelConfig(PositionConfig):
         "both (Gemma); default before.",
     )
     apply_layernorm_1p: bool = switch("Norms multiply by 1 + their weights, which begin at zero (Gemma).")
+    fp32_residual_connection: bool = switch(
+        "With --bf16 or --fp16: the sum that embedding and layers add to is in fp32. Norms read it in fp32."
+    )
     embed_layernorm: bool = switch(
         "Normalise what the token embedding looks up, with --normalization (BLOOM)."
     )

@@ -92,6 +92,11 @@ class Config:
             raise beyond[0][0].error(beyond[0][1], "needs --fused-backend torch")
         self._check_auto()
         dtype, coded = precision.compute_dtype("cuda"), precision.fp8_param_gather
+        if model.fp32_residual_connection and not (precision.bf16 or precision.fp16):
+            raise model.error("fp32_residual_connection", "needs --bf16 or --fp16; in fp32 it always is")
+        if model.fp32_residual_connection and model.norm_placement == "after":
+            fix = "attention and MLP read no norm with --norm-placement after; needs before or both"
+            raise model.error("fp32_residual_connection", fix)
         self.optimizer.check_weights(zero, dtype, coded=coded)
         self.optimizer.check_in_backward(zero, dtype, coded=coded)
         if precision.fp8:
@@ -121,6 +126,7 @@ class Config:
             (rate, "decoupled_lr", rate.decoupled_lr is not None),
             (model, "use_mup", model.width_ratio != 1),
             (model, "apply_layernorm_1p", model.apply_layernorm_1p),
+            (model, "fp32_residual_connection", model.fp32_residual_connection),
             (optimizer, "optimizer", optimizer.optimizer == "muon"),
             (optimizer, "use_precision_aware_optimizer", optimizer.compact),
             (optimizer, "optimizer_in_backward", optimizer.optimizer_in_backward),

@@ -52,6 +52,7 @@ class Embedding(nn.Module):
         self.multiplier = config.embedding_multiplier
         self.norm = norm_of(config, config.hidden_size) if config.embed_layernorm else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout)
+        self.wide = config.fp32_residual_connection
         learned = config.position_embedding_type == "learned_absolute"
         self.positions = embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.own: Callable[[Tensor, Tensor], Tensor] | None = None  # positions of this rank's tokens
@@ -60,12 +61,14 @@ class Embedding(nn.Module):
         """(B, T) ids and their positions (B or 1, T) -> (B, T, D).
 
         Vectors of tokens are multiplied by --embedding-multiplier in their format, and then normalised if at
-        all.
+        all. With --fp32-residual-connection they are in fp32 from there on.
         """
         found = self.tokens(tokens)
         if self.multiplier != 1:
             found = found * torch.full((), self.multiplier, dtype=found.dtype, device=found.device)
         found = self.norm(found)
+        if self.wide:
+            found = found.float()
         if self.positions is not None:
             found = found + self.positions(positions if self.own is None else self.own(positions, tokens))
         return self.dropout(found)
@@ -170,7 +173,7 @@ class GPT(nn.Module):
         )
         self.layers = cast(Sequence[Layer], layers)
         output = None if self.tied else nn.Linear(config.hidden_size, padded, bias=False)
-        norm = norm_of(config, config.hidden_size)
+        norm = norm_of(config, config.hidden_size, of_sums=True)
         objective = Objective(self.vocab_size, config.final_logit_softcapping)
         self.head = Head(norm, output, objective, config.logits_multiplier)
         self.ends: Callable[[str, nn.Module], list[tuple[str, nn.Module]]] = _one_unit

@@ -32,29 +32,50 @@ Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm  # or apex's, with the same paramete
 TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 
 
-def norm_of(config: ModelConfig, width: int) -> Norm:
-    """The norm of a model, of vectors of `width` elements."""
-    norms = CENTRED_NORMS if config.apply_layernorm_1p else TORCH_NORMS
+def norm_of(config: ModelConfig, width: int, *, of_sums: bool = False) -> Norm:
+    """The norm of a model, of vectors of `width` elements; `of_sums`: of the residual stream."""
+    norms = WIDE_NORMS if of_sums and config.fp32_residual_connection else TORCH_NORMS
+    norms = CENTRED_NORMS if config.apply_layernorm_1p else norms
     return norms[config.normalization](width, eps=config.norm_epsilon)
 
 
-class CentredLayerNorm(nn.LayerNorm):
-    """A LayerNorm that multiplies by 1 + its weights (--apply-layernorm-1p), in fp32."""
+class WideLayerNorm(nn.LayerNorm):
+    """A LayerNorm in fp32, which returns the format of its weights (--fp32-residual-connection)."""
+
+    offset = 0.0  # of the weights
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, width) -> (…, width)."""
-        gain, bias = 1 + self.weight.float(), self.bias.float()
-        return F.layer_norm(input.float(), self.normalized_shape, gain, bias, self.eps).to(input.dtype)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        gain, bias = self.offset + self.weight.to(wide), self.bias.to(wide)
+        return F.layer_norm(input.to(wide), self.normalized_shape, gain, bias, self.eps).to(self.weight.dtype)
 
 
-class CentredRMSNorm(nn.RMSNorm):
-    """An RMSNorm that multiplies by 1 + its weights, in fp32."""
+class WideRMSNorm(nn.RMSNorm):
+    """The same of an RMSNorm."""
+
+    offset = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, width) -> (…, width)."""
-        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(x.dtype)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        gain = self.offset + self.weight.to(wide)
+        return F.rms_norm(x.to(wide), self.normalized_shape, gain, self.eps).to(self.weight.dtype)
 
 
+class CentredLayerNorm(WideLayerNorm):
+    """A LayerNorm that multiplies by 1 + its weights (--apply-layernorm-1p)."""
+
+    offset = 1.0
+
+
+class CentredRMSNorm(WideRMSNorm):
+    """The same of an RMSNorm."""
+
+    offset = 1.0
+
+
+WIDE_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": WideLayerNorm, "RMSNorm": WideRMSNorm}
 CENTRED_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": CentredLayerNorm, "RMSNorm": CentredRMSNorm}
 
 
@@ -229,10 +250,10 @@ class Layer(nn.Module):
         super().__init__()
         before, after = (config.norm_placement in (place, "both") for place in ("before", "after"))
         hidden, multiplier = config.hidden_size, config.residual_multiplier
-        self.attention_norm = norm_of(config, hidden) if before else nn.Identity()
+        self.attention_norm = norm_of(config, hidden, of_sums=True) if before else nn.Identity()
         self.attention = Attention(config, kernel, recompute_scores)
         self.attention_output_norm = norm_of(config, hidden) if after else nn.Identity()
-        self.mlp_norm = norm_of(config, hidden) if before else nn.Identity()
+        self.mlp_norm = norm_of(config, hidden, of_sums=True) if before else nn.Identity()
         self.mlp = MLP(config)
         self.mlp_output_norm = norm_of(config, hidden) if after else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout)

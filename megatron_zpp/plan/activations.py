@@ -19,6 +19,9 @@ Where the MLP is in chunks, a layer saves the residual between attention and MLP
 With delayed scaling the outputs of norms and activations are there as codes only, a byte each; attention's
 output is kept beside its codes. Other 8-bit products are planned like those of bf16.
 
+With --fp32-residual-connection the residual is in fp32 wherever it is kept, and its gradient; of the gradient
+a half gets a copy in its format.
+
 Context ranks that exchange heads keep attention's output twice, before its exchange and behind it, and where
 they do not divide groups of heads, repeated keys and values.
 
@@ -69,7 +72,9 @@ def _whole_layer_bytes(job: Job) -> int:
         own = shape.output.inputs + shape.mlp_output.inputs
         codes = (shape.qkv.inputs + shape.mlp_input.inputs) * job.tokens + own * job.rows
     statistics = len(shape.norms) * _norm_bytes(job) + 2 * _masks(job)
-    return job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + statistics) + codes
+    return (
+        job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + statistics) + codes + 2 * _wider(job)
+    )
 
 
 def attention_bytes(job: Job) -> int:
@@ -80,7 +85,7 @@ def attention_bytes(job: Job) -> int:
     codes = _gathered_codes(job) // 2
     if delayed:
         codes = shape.qkv.inputs * job.tokens + shape.output.inputs * job.rows
-    return job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + statistics) + codes
+    return job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + statistics) + codes + _wider(job)
 
 
 def _norms_and_sums(shape: LayerShape) -> int:
@@ -115,7 +120,8 @@ def ends_bytes(job: Job) -> int:
     """
     norms = 1 + job.model.embed_layernorm
     vectors = (norms * job.rows + job.tokens) * job.model.hidden_size
-    return vectors * job.dtype.itemsize + job.rows * (norms * _norm_bytes(job) + _masks(job))
+    statistics = job.rows * (norms * _norm_bytes(job) + _masks(job))
+    return vectors * job.dtype.itemsize + statistics + _wider(job)
 
 
 def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
@@ -239,13 +245,13 @@ def working_bytes(job: Job) -> int:
     """
     chunks, itemsize = job.recompute.mlp_chunks_for_training, job.dtype.itemsize
     if chunks == 1:
-        return _mlp_gradients(job, job.rows)
+        return _mlp_gradients(job, job.rows) + _wider(job) + _copy(job)
     shape, rows = layer_shape(job.model), rows_of_chunk(job.rows, chunks)
     saved = (_whole_layer_bytes(job) - layer_bytes(job)) * rows // job.rows
     first, second = (each.weights // job.tensor for each in (shape.mlp_input, shape.mlp_output))
     of_a_chunk = _mlp_gradients(job, rows) + max(saved, itemsize * second)
     made = itemsize * (first + second) if itemsize < 4 else 0
-    return 2 * _input(job) + 4 * (first + second) + max(of_a_chunk, made)
+    return 2 * _input(job) + _copy(job) + 4 * (first + second) + max(of_a_chunk, made)
 
 
 def _mlp_gradients(job: Job, rows: int) -> int:
@@ -276,10 +282,10 @@ def attention_working_bytes(job: Job) -> int:
     queries, heads = shape.output.inputs, shape.qkv.outputs
     if job.context > 1 and not job.exchanges_heads:
         around = max(2 * (heads - queries), heads)  # these, or the gradients in their format
-        return _input(job) + job.rows * (itemsize * (queries + around) + 4 * heads)
+        return _input(job) + _copy(job) + job.rows * (itemsize * (queries + around) + 4 * heads)
     sums = 4 * queries if job.device == "cuda" and itemsize < 4 else 0
     gone = queries if _has_two_outputs(job) else 0
-    return _input(job) + job.rows * (itemsize * (queries + heads - gone) + sums)
+    return _input(job) + _copy(job) + job.rows * (itemsize * (queries + heads - gone) + sums)
 
 
 def offloaded_bytes(job: Job) -> int:
@@ -289,7 +295,18 @@ def offloaded_bytes(job: Job) -> int:
 
 def _input(job: Job) -> int:
     """Bytes of a rank's input of a layer."""
-    return job.rows * job.model.hidden_size * job.dtype.itemsize
+    return job.rows * job.model.hidden_size * job.dtype.itemsize + _wider(job)
+
+
+def _wider(job: Job) -> int:
+    """Of them, those that a residual in fp32 has beyond the compute format."""
+    wide = job.model.fp32_residual_connection
+    return wide * job.rows * job.model.hidden_size * (4 - job.dtype.itemsize)
+
+
+def _copy(job: Job) -> int:
+    """Bytes of the gradient of a residual in fp32 in the compute format."""
+    return job.model.fp32_residual_connection * job.rows * job.model.hidden_size * job.dtype.itemsize
 
 
 def _gathered_codes(job: Job) -> int:

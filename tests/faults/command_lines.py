@@ -9,7 +9,7 @@ from tests.faults.cases import refused as bad
 COMPACT = "--optimizer muon --use-precision-aware-optimizer"
 ROPE = "--position-embedding-type rope"
 WSD = "--lr-decay-style WSD"
-FULL = "--recompute-granularity full"
+FULL, WIDE = "--recompute-granularity full", "--fp32-residual-connection"
 QGZ = "--zero-stage 3 --zero-quantized-gradients"
 MOCK = "--mock-data"
 EIGHT = "--dry-run --plan-gpus-per-node 8"
@@ -73,6 +73,9 @@ MODEL = [
         "--context-parallel-size 4: must divide --num-attention-heads 2 with --cp-comm-type a2a; use p2p",
     ),
     bad("--group-query-attention --num-query-groups 3", "--num-query-groups 3: must divide --num-attention"),
+    bad(WIDE, f"{WIDE} (given): needs --bf16 or --fp16"),
+    bad(f"{WIDE} --bf16 --norm-placement after", f"{WIDE} (given): … needs before or both"),
+    bad(f"{WIDE} --bf16 --fused-backend apex", f"{WIDE} (given): needs --fused-backend torch"),
     bad("--recompute-method block", "--recompute-method block: needs --recompute-granularity full"),
     bad(FULL, f"{FULL}: needs --recompute-method uniform or block"),
     bad(f"{FULL} --recompute-method block --recompute-num-layers 3", ": … at most --num-layers 2"),

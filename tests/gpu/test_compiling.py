@@ -88,6 +88,7 @@ def distance(losses: list[float], others: list[float]) -> float:
         pytest.param(LLAMA, id="llama", marks=pytest.mark.gpu_long),
         pytest.param({"unit": "sublayer"}, id="gpt-halves", marks=pytest.mark.gpu_long),
         pytest.param(LLAMA | {"unit": "sublayer"}, id="llama-halves"),
+        pytest.param({"fp32_residual_connection": True}, id="gpt-wide"),
         pytest.param({"recompute": IN_CHUNKS}, id="gpt-chunks"),
     ],
 )

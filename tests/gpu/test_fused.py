@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.layer import swiglu
+from megatron_zpp.model.layer import WIDE_NORMS, WideLayerNorm, WideRMSNorm, swiglu
 from megatron_zpp.model.rotary import RotaryEmbedding, Rotation, positions_per_radian
 
 Norm = nn.LayerNorm | nn.RMSNorm
@@ -102,7 +102,10 @@ def test_large_and_special_numbers_go_through_gelu_as_through_torchs() -> None:
 
 
 def norms_of(rows: int, width: int, dtype: torch.dtype, kind: type[nn.Module] = nn.LayerNorm) -> Given:
-    """x, what is added to it, two biases, and two norms; rows of a mean far from zero among them."""
+    """x, what is added to it, two biases, and two norms; rows of a mean far from zero among them.
+
+    Wide norms have x in fp32.
+    """
     draw = torch.Generator("cuda").manual_seed(width)
     x, added = torch.randn(2, rows, width, generator=draw, device="cuda")
     x[::3] += 5.0
@@ -110,8 +113,9 @@ def norms_of(rows: int, width: int, dtype: torch.dtype, kind: type[nn.Module] = 
     for parameter in (parameter for module in norms for parameter in module.parameters()):
         parameter.data += 0.2 * torch.randn(width, generator=draw, device="cuda")
     biases = torch.randn(2, width, generator=draw, device="cuda")
-    tensors = [part.to(dtype).requires_grad_() for part in (x, added, *biases)]
-    return tensors, [module.to(dtype) for module in norms]
+    narrow = [part.to(dtype) for part in (added, *biases)]
+    tensors = [x if kind in WIDE_NORMS.values() else x.to(dtype), *narrow]
+    return [part.requires_grad_() for part in tensors], [module.to(dtype) for module in norms]
 
 
 def fused_norm(
@@ -142,7 +146,10 @@ def plain_norm(
 
 @pytest.mark.parametrize(
     ("fused", "kind"),
-    [(fused_norm, nn.LayerNorm), (without_biases, nn.LayerNorm), (without_biases, nn.RMSNorm)],
+    [
+        *((fused_norm, kind) for kind in (nn.LayerNorm, WideLayerNorm)),
+        *((without_biases, kind) for kind in (nn.LayerNorm, nn.RMSNorm, WideRMSNorm)),
+    ],
 )
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (700, 1000), (4096, 2048), (1500, 2560), (300, 12288)])
 @pytest.mark.parametrize(("dtype", "compiles"), FORMATS)

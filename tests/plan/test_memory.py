@@ -211,6 +211,7 @@ LAYER_NORM = {"normalization": "LayerNorm"}  # an RMSNorm without the compiler k
         ({"mlp_chunks_for_training": 3}, False),
         (PLAIN_LLAMA | LAYER_NORM, False),
         (LLAMA | LAYER_NORM, False),
+        (PLAIN_LLAMA | LAYER_NORM | {"fp32_residual_connection": True}, False),
         nightly(PLAIN_LLAMA, True),
         nightly(LLAMA, True),
     ],
@@ -227,11 +228,16 @@ def test_a_layer_saves_what_the_plan_says(variant: dict[str, Any], compiled: boo
     gpt = GPT(model, 100, RecomputeConfig(**recompute)).initialize(3)
     if compiled:
         compile_parts(gpt, (2, model.seq_length), print)
+    wide = model.fp32_residual_connection
+    gpt.to(torch.bfloat16 if wide else torch.float32)
     x = torch.randn(2, model.seq_length, model.hidden_size, requires_grad=True)
     found = saved_bytes(gpt.layers[0], x, gpt.rotations(torch.arange(model.seq_length)[None])[0])
-    fp32 = PrecisionConfig(fp32=True)
-    job = job_of(model, 100, precision=fp32, recompute=recompute, micro_batch_size=2)
-    assert found == layer_bytes(dataclasses.replace(job, compiled=compiled))
+    precision = PrecisionConfig(bf16=wide, fp32=not wide)
+    job = job_of(model, 100, precision=precision, recompute=recompute, micro_batch_size=2)
+    copies = (
+        wide * 2 * 2 * 4 * model.hidden_size
+    )  # in fp32, of weights and biases of norms, without a compiler
+    assert found == layer_bytes(dataclasses.replace(job, compiled=compiled)) + copies
 
 
 @pytest.mark.parametrize("variant", [{}, LLAMA | LAYER_NORM], ids=str)

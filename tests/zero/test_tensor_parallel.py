@@ -62,7 +62,11 @@ ALL = (
 FOUR_BITS = (("zero_quantized_weights_format", "delta4"), ("zero_quantized_gradients_format", "rotated4"))
 PLAIN = {"gpt2": GPT_2, "llama": LLAMA}
 MODELS = PLAIN | {"olmo2": OLMO_2, "gpt2-across": GPT_2_ACROSS, "scores": SCORES}
-MODELS |= {"windows": replace(LLAMA, window_size="2,0"), "wide": replace(GPT_2, window_size="9,0")}
+MODELS |= {
+    "sums": replace(LLAMA, fp32_residual_connection=True),
+    "windows": replace(LLAMA, window_size="2,0"),
+    "wide": replace(GPT_2, window_size="9,0"),
+}
 RECOMPUTE = {
     "stored": RecomputeConfig(),
     "selective": RecomputeConfig(recompute_activations=True),
@@ -231,7 +235,7 @@ def test_16_bits_learn_within_their_rounding() -> None:
     cases = (
         Case("gpt2", 2, 0, precision=BF16),
         Case("llama", 2, 3, precision=BF16),
-        Case("llama", 2, 3, precision=FP16),
+        Case("sums", 2, 3, precision=FP16, recompute="full, MLPs in chunks"),
         Case("olmo2", 2, 3, precision=BF16),
     )
     for case, found in zip(cases, on_ranks(4, train, cases)[0], strict=True):

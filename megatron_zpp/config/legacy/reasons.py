@@ -60,7 +60,6 @@ _REFUSED = {
         --cpu-offloading-*""",
     "not supported: norms after the residual connection": "--apply-residual-connection-post-layernorm",
     "not supported: Xavier initialisation": "--init-method-xavier-uniform",
-    "not supported: a residual stream in fp32": "--fp32-residual-connection",
     "not supported: a loss in fp16": "--fp16-lm-cross-entropy",
     "not supported: GPT-NeoX's files of settings; give flags, or --config": "--conf_dir --megatron_config",
     "not supported: autotuning; --dry-run compares settings": "--autotuning",

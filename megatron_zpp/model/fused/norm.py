@@ -15,20 +15,23 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
+from megatron_zpp.model.layer import WideLayerNorm, WideRMSNorm
+
 LARGEST = 16384  # elements of a row, which a program has in registers
+_SERVED = (nn.LayerNorm, nn.RMSNorm, WideLayerNorm, WideRMSNorm)
 _ELEMENTS, _PROGRAMS = 6144, 5  # of a backward on a multiprocessor at a time: its registers are full then
 
 
 def serves(module: nn.Module) -> bool:
     """Return whether `norm` and `add_norm` can take the place of the module."""
     # Not isinstance: a subclass may compute something else.
-    return (type(module) is nn.LayerNorm or type(module) is nn.RMSNorm) and module.weight.numel() <= LARGEST
+    return type(module) in _SERVED and module.get_parameter("weight").numel() <= LARGEST
 
 
 def norm(x: Tensor, module: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor]:
     """(B, T, D) -> the norm, and a token for `add_norm` that takes the gradient of the residual path back.
 
-    The token has the shape of x and no contents.
+    The norm has the format of its weights. The token has the shape of x and no contents.
     """
     token, normed, _, _ = _norm(x, None, None, module.weight, bias_of(module), [], module.eps)
     return normed, token
@@ -69,7 +72,8 @@ def _norm(
     """The sum with `added`, or without it a token; the norm, the mean and 1 / deviation."""
     adds, width = added is not None, x.shape[-1]
     total = torch.empty_like(x) if adds else without_contents(x)
-    normed, rstd = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    normed = torch.empty_like(x, dtype=weight.dtype)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     mean = rstd.new_empty(0) if bias is None else torch.empty_like(rstd)
     # Where there is no sum or no bias another tensor is passed, and not touched.
     wrap_triton(_forward_kernel)[(rstd.numel(),)](
@@ -82,9 +86,9 @@ def _norm(
     return total, normed, mean, rstd
 
 
-def without_contents(x: Tensor) -> Tensor:
-    """A tensor of the shape of x that only carries a gradient."""
-    return x.new_empty(1).expand(x.shape)
+def without_contents(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of the shape of x, and of its format or `dtype`, that only carries a gradient."""
+    return x.new_empty(1, dtype=dtype).expand(x.shape)
 
 
 @triton_op("megatron_zpp_model::norm_backward", mutates_args={})
@@ -118,8 +122,8 @@ def _shape(width: int, fewest: int = 1) -> dict[str, int]:
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
     (x, added, _, weight, bias, biases, _), (total, _, mean, rstd) = inputs, output
-    ctx.adds = added is not None
-    ctx.save_for_backward(total if ctx.adds else x, weight, mean, rstd)
+    ctx.added = None if added is None else added.dtype
+    ctx.save_for_backward(x if added is None else total, weight, mean, rstd)
     ctx.sums = 1 if bias is None else 2 + len(biases)
 
 
@@ -133,7 +137,7 @@ def gradients(
     )
     of_weight, *others = sums.to(weight.dtype).unbind()
     of_bias, of_biases = (others[0], others[1:]) if others else (None, [])
-    summands = (None, of_x, of_x) if ctx.adds else (of_x, None, None)
+    summands = (of_x, None, None) if ctx.added is None else (None, of_x.to(ctx.added), of_x)
     return *summands, of_weight, of_bias, of_biases, None
 
 

@@ -69,11 +69,12 @@ class _CodedNorm(torch.autograd.Function):
         columns: bool,
     ) -> tuple[Tensor, ...]:
         total, mean, rstd, codes, turned = _coded_norm(x, added, weight, bias, eps, factors, maxima, columns)
-        ctx.adds = added is not None
-        ctx.save_for_backward(total if ctx.adds else x, weight, mean, rstd)
+        ctx.added = None if added is None else added.dtype
+        ctx.save_for_backward(x if added is None else total, weight, mean, rstd)
         ctx.sums = 1 if bias is None else 2
         ctx.mark_non_differentiable(codes, turned)
-        return total if ctx.adds else without_contents(x), without_contents(x), codes, turned
+        carrier = without_contents(x, weight.dtype)
+        return without_contents(x) if added is None else total, carrier, codes, turned
 
     @staticmethod
     @once_differentiable
