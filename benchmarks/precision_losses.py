@@ -1,16 +1,13 @@
 """Do 8-bit products, or optimizer states in fewer bytes, cost loss? Pairs of runs with and without them.
 
-python benchmarks/precision_losses.py --size 30m --pairs 16 --processes 4
-python benchmarks/precision_losses.py --size 125m --pairs 1
-python benchmarks/precision_losses.py --size 30m --text build/corpus/tokens --micro-batch-size 32 \
-    --runs "bf16, nudged" "fp8 codes" compact
+python benchmarks/precision_losses.py --size 30m --text build/corpus/tokens --pairs 16 --processes 4
+python benchmarks/precision_losses.py --size 30m --text build/corpus/tokens --runs "bf16, nudged" compact
 
-Runs of one seed have the same initial weights and the same samples, of real text with --text, else of a
-synthetic language (benchmarks/emulation/source.py), and are evaluated on the same held-out samples. The
-engine is the one that pretrain_gpt.py builds from the same flags. The gap of a run is its final loss above
-that of bf16 with the same seed, in percent: its mean over the pairs and the 95% interval of the mean
-(Student's t). "bf16, nudged" has a learning rate that is one unit in the last place of fp32 larger, and says
-what rounding alone does.
+Runs of one seed have the same initial weights and the same samples, and are evaluated on the same held-out
+samples. The engine is the one that pretrain_gpt.py builds from the same flags. The gap of a run is its final
+loss above that of bf16 with the same seed, in percent: its mean over the pairs and the 95% interval of the
+mean (Student's t). "bf16, nudged" has a learning rate that is one unit in the last place of fp32 larger, and
+says what rounding alone does.
 
 Each finished run is a line of --runs-file, so the same command resumes a campaign that was stopped. The exit
 status is 75 where --limit-seconds ended the call, and 0 where all pairs are there. A result is only
@@ -52,13 +49,12 @@ RUNS = {  # flags of pretrain_gpt.py
     "compact": COMPACT,
     "residual in fp32": "--fp32-residual-connection",
 }
-# By size: layers, hidden size, heads, tokens of a sample, vocabulary, steps, samples of a step.
+# By size: layers, hidden size, heads, tokens of a sample, steps, samples of a step.
 SIZES = {
-    "tiny": (2, 64, 2, 32, 256, 40, 8),
-    "10m": (5, 384, 6, 256, 4096, 1000, 16),
-    "30m": (8, 512, 8, 256, 8192, 1000, 16),
-    "60m": (8, 768, 12, 256, 8192, 1200, 16),
-    "125m": (12, 768, 12, 1024, 32768, 2000, 16),
+    "tiny": (2, 64, 2, 32, 40, 8),
+    "10m": (5, 384, 6, 256, 1000, 32),
+    "30m": (8, 512, 8, 256, 1000, 32),
+    "125m": (12, 768, 12, 1024, 2000, 16),
 }
 EVALUATIONS = 4  # in the last tenth of the steps: their mean is the final loss
 
@@ -68,9 +64,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = program_parser(__doc__)
     parser.add_argument("--size", choices=list(SIZES), default="30m", help="parameters")
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
-    parser.add_argument(
-        "--text", type=Path, help="a folder of corpus/make_tokens.py, whose vocabulary the model then has"
-    )
+    parser.add_argument("--text", type=Path, required=True, help="a folder of corpus/make_tokens.py")
     parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
     parser.add_argument("--steps", type=int)
@@ -80,7 +74,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--extra", nargs="*", default=[], help="more flags of pretrain_gpt.py, as FLAG=VALUE")
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="of this call")
-    parser.add_argument("--name", help="of the result; default precision_losses_SIZE")
+    parser.add_argument("--name", help="of the result; default precision_losses_SIZE_text")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--runs-file", type=Path, help="default build/precision_losses/NAME.jsonl")
     options = parser.parse_args(argv)
@@ -91,18 +85,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     *_, steps, samples = SIZES[options.size]
     options.steps = options.steps or steps
     options.micro_batch_size = options.micro_batch_size or samples
-    options.name = options.name or f"precision_losses_{options.size}{'_text' if options.text else ''}"
+    options.name = options.name or f"precision_losses_{options.size}_text"
     return options
 
 
 def flags_of(settings: dict[str, Any], name: str, seed: int) -> list[str]:
     """The flags of pretrain_gpt.py that decide the bits of a run, beside its samples."""
-    layers, hidden, heads, tokens, vocab, *_ = SIZES[settings["size"]]
+    (layers, hidden, heads, tokens, *_), vocab = SIZES[settings["size"]], settings["text"]["vocabulary"]
     samples, rate = settings["micro_batch_size"], np.float32(settings["lr"])
     if name == NUDGED:
         rate = np.nextafter(rate, np.float32(1))
-    if "text" in settings:
-        vocab = settings["text"]["vocabulary"]
     flags = (
         f"--vocab-size {vocab} --num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} "
         f"--seq-length {tokens} --micro-batch-size {samples} --train-iters {settings['steps']} "
@@ -121,11 +113,10 @@ def key_of(settings: dict[str, Any], name: str, seed: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, Any]:
+def train(settings: dict[str, Any], text: Path, job: Job) -> dict[str, Any]:
     """One run: its final loss, skipped steps and its time."""
     import torch
 
-    from benchmarks.emulation.source import Source
     from megatron_zpp.config.root import parse_args
     from megatron_zpp.distributed.topology import Topology
     from megatron_zpp.train.schedule.learning_rate import LearningRate
@@ -134,17 +125,11 @@ def train(settings: dict[str, Any], text: Path | None, job: Job) -> dict[str, An
 
     name, seed = job
     started, steps = time.perf_counter(), settings["steps"]
-    _, _, _, length, vocab, *_ = SIZES[settings["size"]]
-    samples = settings["micro_batch_size"]
-    source: Text | Source
-    if text is None:
-        source = Source(vocab, length + 1)
-    else:
-        source, vocab = Text(text, length + 1), settings["text"]["vocabulary"]
+    source, samples = Text(text, SIZES[settings["size"]][3] + 1), settings["micro_batch_size"]
     torch._dynamo.reset()
     config, topology = parse_args(flags_of(settings, name, seed)), Topology()
     device = prepare_device(config, topology)
-    engine = build_engine(config, vocab, device, topology)
+    engine = build_engine(config, settings["text"]["vocabulary"], device, topology)
     rate = LearningRate.from_config(
         config.learning_rate, samples=steps * samples, samples_per_iteration=samples
     )
@@ -216,8 +201,7 @@ def main(argv: Sequence[str]) -> int:
         name: getattr(options, name)
         for name in ("size", "steps", "micro_batch_size", "lr", "eval_samples", "device", "extra")
     }
-    if options.text:
-        settings["text"] = Text.described(options.text)
+    settings["text"] = Text.described(options.text)
     path = options.runs_file or Path("build") / "precision_losses" / f"{options.name}.jsonl"
     campaign = PairedRuns(
         path=path,

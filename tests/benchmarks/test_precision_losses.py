@@ -11,7 +11,7 @@ from megatron_zpp.config.root import parse_args
 def test_flags_are_those_of_a_run(name: str) -> None:
     for size, (layers, *_, steps, samples) in precision_losses.SIZES.items():
         settings = {"size": size, "steps": steps, "micro_batch_size": samples, "lr": 1e-3, "device": "cpu"}
-        settings["extra"] = ["--clip-grad=0.5"]
+        settings |= {"text": {"vocabulary": 32768}, "extra": ["--clip-grad=0.5"]}
         config = parse_args(precision_losses.flags_of(settings, name, seed=3))
         assert (config.model.num_layers, config.training.micro_batch_size) == (layers, samples)
         assert (config.training.train_iters, config.training.seed) == (steps, 3)
