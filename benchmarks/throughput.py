@@ -4,7 +4,7 @@ python benchmarks/throughput.py --shapes 345m:16 1.3b:16 2.7b:8 --runs "stage 0"
 python benchmarks/throughput.py --shapes 2.7b:8 --runs "stage 0, fp8 codes" torchao-tensorwise plain
 python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2 fsdp2-our-gpt
 python benchmarks/throughput.py --shapes 345m:16 --runs "stage 3" --against ../old --rounds 6
-python benchmarks/throughput.py --gpus 2 --shapes 6.7b:8 --seq-length 2048 --runs tensor dtensor-async "stage 3"
+python benchmarks/throughput.py --gpus 2 --shapes 6.7b:8 --seq-length 2048 --runs tensor dtensor
 python benchmarks/throughput.py --gpus 4 --shapes llama3.1-8b:1 --seq-length 8192 --vocab-size 128256 \\
     --runs "stage 3" "stage 3, fp8 codes" fsdp2-selective fsdp2-torchao-selective
 
@@ -47,7 +47,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PARTS = {  # flags of pretrain_gpt.py; a run of ours is some of these, as "stage 3, tensor, fp8 codes"
     **{f"stage {stage}": ["--zero-stage", str(stage)] for stage in range(4)},
     "no compile": ["--no-compile"],
-    "apex": ["--fused-backend", "apex"],
     "fp8": ["--fp8"],
     "fp8 delayed": ["--fp8", "--fp8-recipe", "delayed"],
     "fp8 codes": ["--fp8", "--fp8-recipe", "delayed", "--fp8-param-gather"],
