@@ -376,7 +376,8 @@ __device__ __forceinline__ void advance(T*& values, int64_t bytes) {
 // A thread block steps a range of blocks. Its warps take them in turn, so that the distance from a warp's block to its
 // next one is a constant, which costs no instructions.
 template <typename G, bool FIRST_FP8, bool SECOND_FP8, bool SPLIT>
-__global__ void __launch_bounds__(kThreads) adamw_compact_kernel(const __grid_constant__ AdamwCompact op) {
+__global__ void __launch_bounds__(kThreads, FIRST_FP8 && SECOND_FP8 && SPLIT ? 4 : 3)
+    adamw_compact_kernel(const __grid_constant__ AdamwCompact op) {
   using States = Block<G, FIRST_FP8, SECOND_FP8, SPLIT>;
   constexpr uint32_t kNext = kThreads / kWarp;
   const uint32_t count = uint32_t(op.elements / kStateBlock);
