@@ -1,7 +1,8 @@
 // adamw_compact on a GPU: a warp steps a block of states, four neighbouring elements per lane.
 //
 // Instructions limit the rate. So ordinary blocks, which almost all are, take a path without special cases; the others
-// take that of state_codes.h. Both give the same bits.
+// are loaded again and take that of state_codes.h. Both give the same bits. Each warp loads its next block while it
+// steps one, into registers that the block no longer needs: its numbers have been converted.
 #include "device.cuh"
 
 namespace megatron_zpp::cuda {
@@ -11,6 +12,10 @@ namespace {
 // New first moments of ordinary blocks and roots of second ones are from the least on and below the limit; weights are
 // finite. Root and quotient_of are then exact, and 1 / scale in the grid's exponents is not subnormal.
 constexpr float kLeastOrdinary = 0x1p-50f, kOrdinaryLimit = 0x1p15f;
+
+// A warp steps about so many blocks: enough that its start, which waits for loads, takes a small part of its time. Not
+// more, because thread blocks that start in order keep accesses close together.
+constexpr int64_t kBlocksPerWarp = 32;
 
 // Four numbers as they are in memory: 4 to 16 bytes.
 struct Quad {
@@ -56,18 +61,19 @@ __device__ __forceinline__ void store_floats(void* values, const float (&x)[4]) 
   *static_cast<float4*>(values) = {x[0], x[1], x[2], x[3]};
 }
 
-__device__ __forceinline__ uint32_t byte_of(uint32_t word, int i) { return word >> (8 * i) & 0xFFu; }
-
 __device__ __forceinline__ uint32_t upper_halves(uint32_t low, uint32_t high) {
   return __byte_perm(low, high, 0x7632);
 }
 
+__device__ __forceinline__ uint32_t lower_halves(uint32_t low, uint32_t high) {
+  return __byte_perm(low, high, 0x5410);
+}
+
 // NaN if one of them is.
-__device__ __forceinline__ float largest_magnitude(const float (&x)[4]) {
-  float largest = fabsf(x[0]);
-#pragma unroll
-  for (int i = 1; i < 4; ++i) asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(fabsf(x[i])));
-  return largest;
+__device__ __forceinline__ float larger_magnitude(float x, float y) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(fabsf(x)), "f"(fabsf(y)));
+  return larger;
 }
 
 // ---- fp8: two elements per operation ----
@@ -93,19 +99,20 @@ __device__ __forceinline__ uint32_t fp8_codes(const float (&x)[4], uint32_t stor
   uint32_t bits[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t z = bits_of(x[i] * factor);
-    const Draw draw{draws.word[i]};
+    uint32_t share;  // the draw, then a half
     if constexpr (SECOND)
-      bits[i] = min(raised_bits<dropped>(max(z, 1u << dropped), draw.second()), (1u << 27) - 1);
+      asm("lop3.b32 %0, %1, 0x00FFF000, 0x800, 0xEA;" : "=r"(share) : "r"(draws.word[i]));
     else
-      bits[i] = raised_bits<dropped>(z, draw.first());
+      asm("mad.lo.u32 %0, %1, 0x100000, 0x80000;" : "=r"(share) : "r"(draws.word[i]));
+    bits[i] = bits_of(x[i] * factor) + (share >> (SECOND ? 24 - dropped : 32 - dropped));
   }
   const uint32_t even = upper_halves(bits[0], bits[2]), odd = upper_halves(bits[1], bits[3]);
   if constexpr (SECOND) {
-    return (even >> 3 & 0x00FF00FFu) | (odd << 5 & 0xFF00FF00u);
+    const auto clipped = [](uint32_t two) { return __vminu2(__vmaxu2(two, 0x00080008u), 0x07FF07FFu); };
+    return __byte_perm(clipped(even) >> 3, clipped(odd) << 5, 0x7250);
   } else {
-    const uint32_t codes = (even >> 4 & 0x00FF00FFu) | (odd << 4 & 0xFF00FF00u);  // 128 instead of 127 at most
-    const uint32_t signs = (even >> 8 & 0x00800080u) | (odd & 0x80008000u);
+    const uint32_t codes = __byte_perm(even >> 4, odd << 4, 0x7250);  // 128 instead of 127 at most
+    const uint32_t signs = __byte_perm(even, odd, 0x7351) & 0x80808080u;
     return (codes - (codes >> 7 & 0x01010101u)) | signs;
   }
 }
@@ -156,6 +163,12 @@ struct Moment {
     }
   }
 
+  // The bits of the largest magnitude, but not below kLeastPeak. Those of NaN are larger than all others.
+  __device__ __forceinline__ static uint32_t peak_of(const float (&x)[4]) {
+    const float low = larger_magnitude(x[0], x[1]), high = larger_magnitude(x[2], x[3]);
+    return __vimax3_u32(bits_of(low), bits_of(high), Scaled::Grid::kLeastPeak);
+  }
+
   // `root` is that of the second moment. All lanes must call this.
   template <bool ORDINARY>
   __device__ __forceinline__ static void store(const StateTensor& state, const float (&x)[4], const float (&root)[4],
@@ -163,7 +176,7 @@ struct Moment {
     uint32_t codes[4];
     if (FP8 || state.form == StateForm::fp16) {
       const float(&held)[4] = SECOND ? root : x;
-      const uint32_t peak = largest_of_lanes(bits_of(largest_magnitude(held)), 5);
+      const uint32_t peak = largest_of_lanes(peak_of(held), 5);
       const uint32_t stored = ORDINARY ? Scaled::Grid::scale_of_ordinary(peak) : Scaled::Grid::scale_of(peak);
       if (lane_index() == 0) *state.scales = uint8_t(stored);
       if constexpr (FP8 && ORDINARY) {
@@ -222,11 +235,13 @@ struct Weights {
   }
 
   __device__ __forceinline__ void to_floats(float (&x)[4]) const {
-    if constexpr (SPLIT) {
-      uint32_t upper[4];
-      raw.halves(upper);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) x[i] = joined_weight({upper[i], byte_of(corrections.words.x, i)});
+    if constexpr (SPLIT) {  // joined_weight
+      const uint32_t raised = corrections.words.x ^ 0x80808080u;  // by 128, to be from 0 on
+      const uint32_t low = __byte_perm(raised, 0, 0x1404), high = __byte_perm(raised, 0, 0x3424);
+      x[0] = float_of(lower_halves(low, raw.words.x) - 0x8000u);
+      x[1] = float_of(upper_halves(low, raw.words.x) - 0x8000u);
+      x[2] = float_of(lower_halves(high, raw.words.y) - 0x8000u);
+      x[3] = float_of(upper_halves(high, raw.words.y) - 0x8000u);
     } else {
       raw.to_floats(x);
     }
@@ -237,13 +252,10 @@ struct Weights {
     uint32_t bits[4], halves[4];
     if constexpr (SPLIT && ORDINARY) {  // split_weight of numbers that are not NaN, packed with fewer instructions
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        bits[i] = bits_of(x[i]) + Draw{draws.word[i]}.weight();
-        halves[i] = bits[i] + 0x8000u;
-      }
-      *static_cast<uint2*>(op.gather_source) = {upper_halves(halves[0], halves[1]), upper_halves(halves[2], halves[3])};
+      for (int i = 0; i < 4; ++i) bits[i] = bits_of(x[i]) + __funnelshift_l(draws.word[i], 0x80, 8);  // 0x8000 more
+      *static_cast<uint2*>(op.gather_source) = {upper_halves(bits[0], bits[1]), upper_halves(bits[2], bits[3])};
       const uint32_t low = __byte_perm(bits[0], bits[1], 0x51), high = __byte_perm(bits[2], bits[3], 0x51);
-      *static_cast<uint32_t*>(op.master) = __byte_perm(low, high, 0x5410);
+      *static_cast<uint32_t*>(op.master) = lower_halves(low, high) ^ 0x80808080u;
     } else if constexpr (SPLIT) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -264,51 +276,83 @@ struct Weights {
   }
 };
 
+// ---- the step ----
+
+// A lane's four elements before a step: of the moments what the step keeps.
+struct Before {
+  float gradient[4], weight[4], average[4], square[4];
+};
+
+// The same after the step.
+struct After {
+  float weight[4], average[4], square[4], root[4];
+};
+
+// The first `decaying` elements have weight decay. If ORDINARY, the result is right if it is ordinary.
+template <bool ORDINARY>
+__device__ __forceinline__ After stepped(const Before& before, const AdamwConstants& constants,
+                                         const CompactFactors& factors, int64_t decaying) {
+  After after;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const AdamwState kept = {before.weight[i], before.average[i], before.square[i]};
+    const AdamwState s = compact_moments(kept, before.gradient[i], i < decaying, constants, factors);
+    after.average[i] = s.average;
+    after.square[i] = s.average_square;
+    if constexpr (ORDINARY) {
+      after.root[i] = Root(s.average_square).root;
+      after.weight[i] = s.weight - factors.rate * quotient_of(s.average, after.root[i] + factors.eps);
+    } else {
+      after.root[i] = sqrtf(s.average_square);
+      after.weight[i] = compact_weight(s, after.root[i], factors);
+    }
+  }
+  return after;
+}
+
 template <typename G, bool FIRST_FP8, bool SECOND_FP8, bool SPLIT>
 struct Block {
-  Moment<FIRST_FP8, false> first;
-  Moment<SECOND_FP8, true> second;
+  using First = Moment<FIRST_FP8, false>;
+  using Second = Moment<SECOND_FP8, true>;
+
+  First first;
+  Second second;
   Weights<SPLIT> weights;
   Quad gradient;
 
-  __device__ __forceinline__ void load(const AdamwCompact& op) {
-    gradient.load(op.gradient, sizeof(G));
-    first.load(op.exp_avg);
-    second.load(op.exp_avg_sq);
-    weights.load(op);
+  __device__ __forceinline__ void load(const AdamwCompact& at) {
+    gradient.load(at.gradient, sizeof(G));
+    first.load(at.exp_avg);
+    second.load(at.exp_avg_sq);
+    weights.load(at);
   }
 
-  // `decaying`: the number of blocks in which each of the four has weight decay. All lanes must call this.
-  __device__ __forceinline__ void step(const AdamwCompact& op, const CompactFactors& factors, uint32_t step,
-                                       uint32_t block, const uint32_t (&decaying)[4]) const {
-    const AdamwConstants& constants = op.scalars.constants;
-    float g[4], w[4], average[4], square[4], root[4], weight[4], least[4];
-    gradients(g);
-    first.kept(op.exp_avg, constants.beta1, average);
-    second.kept(op.exp_avg_sq, constants.beta2, square);
-    weights.to_floats(w);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const AdamwState kept = {w[i], average[i], square[i]};
-      const AdamwState s = compact_moments(kept, g[i], block < decaying[i], constants, factors);
-      w[i] = s.weight;
-      average[i] = s.average;
-      square[i] = s.average_square;
-      root[i] = Root(square[i]).root;
-      weight[i] = w[i] - factors.rate * quotient_of(average[i], root[i] + factors.eps);
-      least[i] = fminf(fabsf(average[i]), root[i]);
-    }
-    const bool ordinary = (fminf(fminf(least[0], least[1]), fminf(least[2], least[3])) >= kLeastOrdinary) &
-                          (largest_magnitude(average) < kOrdinaryLimit) & (largest_magnitude(root) < kOrdinaryLimit) &
-                          (fabsf(weight[0] + weight[1] + weight[2] + weight[3]) < INFINITY);
-    const Random8 draws = draws_of(op.rounding, step, block, lane_index());
-    if (__all_sync(kAllLanes, ordinary)) return store<true>(op, weight, average, square, root, draws);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      root[i] = sqrtf(square[i]);
-      weight[i] = compact_weight({w[i], average[i], square[i]}, root[i], factors);
-    }
-    store<false>(op, weight, average, square, root, draws);
+  __device__ __forceinline__ Before to_floats(const AdamwCompact& op) const {
+    Before x;
+    gradients(x.gradient);
+    weights.to_floats(x.weight);
+    first.kept(op.exp_avg, op.scalars.constants.beta1, x.average);
+    second.kept(op.exp_avg_sq, op.scalars.constants.beta2, x.square);
+    return x;
+  }
+
+  // Of the lane's elements. Numbers from 0 on have the order of their bits.
+  __device__ __forceinline__ static bool is_ordinary(const After& x) {
+    const float low = fminf(fabsf(x.average[0]), fabsf(x.average[1]));
+    const float high = fminf(fabsf(x.average[2]), fabsf(x.average[3]));
+    const uint32_t roots = __vimin3_u32(bits_of(x.root[0]), bits_of(x.root[1]), bits_of(x.root[2]));
+    const uint32_t least = min(__vimin3_u32(roots, bits_of(x.root[3]), bits_of(low)), bits_of(high));
+    return (least >= bits_of(kLeastOrdinary)) & (First::peak_of(x.average) < bits_of(kOrdinaryLimit)) &
+           (Second::peak_of(x.root) < bits_of(kOrdinaryLimit)) &
+           (fabsf(x.weight[0] + x.weight[1] + x.weight[2] + x.weight[3]) < INFINITY);
+  }
+
+  // All lanes must call this.
+  template <bool ORDINARY>
+  __device__ __forceinline__ static void store(const AdamwCompact& at, const After& x, const Random8& draws) {
+    First::template store<ORDINARY>(at.exp_avg, x.average, x.root, draws);
+    Second::template store<ORDINARY>(at.exp_avg_sq, x.square, x.root, draws);
+    Weights<SPLIT>::template store<ORDINARY>(at, x.weight, draws);
   }
 
  private:
@@ -322,15 +366,6 @@ struct Block {
       for (int i = 0; i < 4; ++i) x[i] = to_float(G{uint16_t(halves[i])});
     }
   }
-
-  template <bool ORDINARY>
-  __device__ __forceinline__ static void store(const AdamwCompact& op, const float (&weight)[4],
-                                               const float (&average)[4], const float (&square)[4],
-                                               const float (&root)[4], const Random8& draws) {
-    Moment<FIRST_FP8, false>::template store<ORDINARY>(op.exp_avg, average, root, draws);
-    Moment<SECOND_FP8, true>::template store<ORDINARY>(op.exp_avg_sq, square, root, draws);
-    Weights<SPLIT>::template store<ORDINARY>(op, weight, draws);
-  }
 };
 
 template <typename T>
@@ -338,43 +373,72 @@ __device__ __forceinline__ void advance(T*& values, int64_t bytes) {
   values = (T*)((const uint8_t*)values + bytes);
 }
 
+// A thread block steps a range of blocks. Its warps take them in turn, so that the distance from a warp's block to its
+// next one is a constant, which costs no instructions.
 template <typename G, bool FIRST_FP8, bool SECOND_FP8, bool SPLIT>
-__global__ void __launch_bounds__(kThreads) adamw_compact_kernel(const __grid_constant__ AdamwCompact op) {
-  if (*op.scalars.found_inf != 0) return;
-  const CompactFactors factors =
-      compact_factors(op.scalars.constants, *op.scalars.divisor, op.scalars.bias_corrections);
-  const uint32_t step = uint32_t(*op.rounding.step), count = uint32_t(op.elements / kStateBlock);
-  uint32_t decaying[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    decaying[i] = uint32_t((op.decayed + kStateBlock - 1 - 4 * lane_index() - i) / kStateBlock);
+__global__ void __launch_bounds__(kThreads, FIRST_FP8 && SECOND_FP8 && SPLIT ? 4 : 3)
+    adamw_compact_kernel(const __grid_constant__ AdamwCompact op) {
+  using States = Block<G, FIRST_FP8, SECOND_FP8, SPLIT>;
+  constexpr uint32_t kNext = kThreads / kWarp;
+  const uint32_t count = uint32_t(op.elements / kStateBlock);
+  const uint32_t range = (count + warp_count() - 1) / warp_count() * kNext;
+  const uint32_t end = min(count, (blockIdx.x + 1) * range);
+  uint32_t block = blockIdx.x * range + uniform_warp_index() % kNext;
+  if (block >= end || *op.scalars.found_inf != 0) return;
 
-  AdamwCompact at = op;  // its tensors begin with the lane's four elements: to advance pointers is cheaper than indices
-  const auto advance_all = [&at](uint32_t blocks, int elements) {
+  // `op` with tensors that begin so much later: pointers need fewer instructions than indices.
+  const auto advanced = [](AdamwCompact op, uint32_t blocks, int elements) {
     const int64_t all = int64_t(blocks) * kStateBlock + elements;
-    advance(at.master, all * (SPLIT ? 1 : 4));
-    advance(at.gradient, all * int64_t(sizeof(G)));
-    advance(at.exp_avg.values, all * Moment<FIRST_FP8, false>::bytes_each(at.exp_avg));
-    advance(at.exp_avg.scales, blocks);
-    advance(at.exp_avg_sq.values, all * Moment<SECOND_FP8, true>::bytes_each(at.exp_avg_sq));
-    advance(at.exp_avg_sq.scales, blocks);
-    if (SPLIT || at.gather_source != nullptr) advance(at.gather_source, all * 2);
+    advance(op.master, all * (SPLIT ? 1 : 4));
+    advance(op.gradient, all * int64_t(sizeof(G)));
+    advance(op.exp_avg.values, all * States::First::bytes_each(op.exp_avg));
+    advance(op.exp_avg.scales, blocks);
+    advance(op.exp_avg_sq.values, all * States::Second::bytes_each(op.exp_avg_sq));
+    advance(op.exp_avg_sq.scales, blocks);
+    if (SPLIT || op.gather_source != nullptr) advance(op.gather_source, all * 2);
+    return op;
   };
-  uint32_t block = uniform_warp_index();
-  advance_all(block, 4 * lane_index());
-  for (; block < count; block += warp_count()) {
-    Block<G, FIRST_FP8, SECOND_FP8, SPLIT> states;
-    states.load(at);
-    states.step(at, factors, step, block, decaying);
-    advance_all(warp_count(), 0);
+  AdamwCompact at = advanced(op, block, 4 * lane_index());
+  States states;
+  states.load(at);
+
+  const AdamwConstants& constants = op.scalars.constants;
+  const float divisor = computed_once(*op.scalars.divisor);  // does not wait for the others' loads
+  const float corrections[] = {computed_once(op.scalars.bias_corrections[0]),
+                               computed_once(op.scalars.bias_corrections[1])};
+  const CompactFactors factors = compact_factors(constants, divisor, corrections);
+  const uint32_t step = uint32_t(*op.rounding.step), decaying = uint32_t(op.decayed / kStateBlock);
+
+  uint64_t quad = quad_of(op.rounding, block, lane_index());
+  Before before = states.to_floats(op);
+  for (bool more = true; more;) {
+    more = block + kNext < end;
+    if (more) states.load(advanced(at, kNext, 0));
+    const After after = stepped<true>(before, constants, factors, block < decaying ? 4 : 0);
+    const bool ordinary = States::is_ordinary(after) & (block != decaying);  // which may decay in part
+    if (__all_sync(kAllLanes, ordinary)) {
+      States::template store<true>(at, after, draws_of(op.rounding, step, quad));
+    } else {
+      States same;
+      same.load(at);
+      const int64_t start = int64_t(block) * kStateBlock + 4 * lane_index();
+      const After any = stepped<false>(same.to_floats(op), constants, factors, op.decayed - start);
+      States::template store<false>(at, any, draws_of(op.rounding, step, quad));
+    }
+    block += kNext;
+    quad += kNext * (kStateBlock / 4);
+    at = advanced(at, blockDim.x / kWarp, 0);  // kNext, but a product is added in one instruction, a constant in two
+    before = states.to_floats(op);
   }
 }
 
 template <bool FIRST_FP8, bool SECOND_FP8, bool SPLIT>
 void launch_kernel(const AdamwCompact& op, CUstream_st* stream) {
   with_dtype(op.gradient_dtype, [&](auto dtype) {
-    using G = typename decltype(dtype)::type;
-    launch<adamw_compact_kernel<G, FIRST_FP8, SECOND_FP8, SPLIT>>(index_of(op.elements / kStateBlock), stream, op);
+    constexpr auto kernel = adamw_compact_kernel<typename decltype(dtype)::type, FIRST_FP8, SECOND_FP8, SPLIT>;
+    const int64_t blocks = index_of(op.elements / kStateBlock);
+    const int64_t in_grid = blocks_on_chip<kernel>() * (kThreads / kWarp) * kBlocksPerWarp;
+    launch<kernel>(blocks, stream, op, int((blocks + in_grid - 1) / in_grid));
   });
 }
 

@@ -139,7 +139,7 @@ void step_blocks(const AdamwCompact& op, const CompactFactors& factors, uint32_t
     Second::load(op.exp_avg_sq, block, squares);
     load_weights(op, start, weights);
     for (int i = 0; i < kBlock; i += 4) {
-      const Random8 drawn = draws_of(op.rounding, step, uint32_t(block), uint32_t(i / 4));
+      const Random8 drawn = draws_of(op.rounding, step, quad_of(op.rounding, uint32_t(block), uint32_t(i / 4)));
       std::copy_n(drawn.word, 4, draws + i);
     }
     for (int i = 0; i < kBlock; ++i) {

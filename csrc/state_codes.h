@@ -43,10 +43,14 @@ struct Rounding {
   const float* step;  // on the device of the states
 };
 
-// The draws of the elements from 4 * `quad` of a block of the states on.
-ZPP_HOST_DEVICE Random8 draws_of(const Rounding& rounding, uint32_t step, uint32_t block, uint32_t quad) {
-  const uint64_t counter = (rounding.first + block) * (kStateBlock / 4);
-  return philox(uint32_t(counter) | quad, uint32_t(counter >> 32), rounding.unit, step, rounding.keys);
+// The number, within the unit, of the four elements from 4 * `quad` of a block of the states on.
+ZPP_HOST_DEVICE uint64_t quad_of(const Rounding& rounding, uint32_t block, uint32_t quad) {
+  return (rounding.first + block) * (kStateBlock / 4) + quad;
+}
+
+// The draws of four elements.
+ZPP_HOST_DEVICE Random8 draws_of(const Rounding& rounding, uint32_t step, uint64_t quad) {
+  return philox(uint32_t(quad), uint32_t(quad >> 32), rounding.unit, step, rounding.keys);
 }
 
 // Adds a random share of the `DROPPED` low bits, of which 12 bits are drawn. The share is never all of it, and for bits
@@ -71,6 +75,7 @@ struct Grid {
   static constexpr int kBias = (1 << (EXPONENT - 1)) - 1;
   static constexpr uint32_t kLargest = (uint32_t(TOP + 1) << MANTISSA) - 1;
   static constexpr int kDropped = 23 - MANTISSA;
+  static constexpr uint32_t kLeastPeak = uint32_t(SMALLEST) << 23;
   static constexpr float kUnit = EXPONENT == 4 ? 0x1p120f : 0x1p112f;  // fp32's exponents over the grid's
   static_assert(EXPONENT == 4 || EXPONENT == 5, "2^(127 - bias)");
 
@@ -80,10 +85,8 @@ struct Grid {
     return peak_bits > kInfinityBits ? kNanScale : exponent - (TOP - kBias);
   }
 
-  // The same of a peak below 2^15.
-  ZPP_HOST_DEVICE static uint32_t scale_of_ordinary(uint32_t peak_bits) {
-    return most(peak_bits >> 23, SMALLEST) - (TOP - kBias);
-  }
+  // The same of a peak from kLeastPeak on and below 2^15.
+  ZPP_HOST_DEVICE static uint32_t scale_of_ordinary(uint32_t peak_bits) { return (peak_bits >> 23) - (TOP - kBias); }
 
   // The code of y, a magnitude over the scale; the largest one of infinity and NaN.
   ZPP_HOST_DEVICE static uint32_t code_of(float y, uint32_t draw) {
