@@ -43,7 +43,7 @@ PLAIN = {"plain": "", "plain_again": "", "plain_bf16": "--bf16-residual"}  # fla
 VARIANTS = {
     **PLAIN,
     "stage_0": "",  # and of pretrain_gpt.py
-    "wide": "--fp32-residual-connection",
+    "wide": "--bf16 --fp32-residual-connection",
     "zeropp": "--zero-stage 3 --zero-hpz-partition-size auto --zero-quantized-weights "
     "--zero-quantized-weights-format delta4 --zero-quantized-gradients "
     "--zero-quantized-gradients-format rotated4",
