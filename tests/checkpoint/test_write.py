@@ -9,8 +9,9 @@ import pytest
 
 from megatron_zpp.checkpoint.directory import TRACKER, candidates, committed
 from megatron_zpp.checkpoint.load import load_checkpoint
+from megatron_zpp.checkpoint.manifest import MANIFEST
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.write import SaveFailed
+from megatron_zpp.checkpoint.write import SaveFailed, _commit
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.files import check_writable
 from tests.checkpoint.saving import SECOND, TOKENIZER, save, small
@@ -113,3 +114,17 @@ def test_a_save_asks_again_before_it_commits(tmp_path: Path, harm: str) -> None:
         save(tmp_path, small(), may_write=may_write)
     assert len(asked) >= 2
     assert not committed(tmp_path)
+
+
+def test_a_save_that_is_abandoned_at_its_end_gets_no_name(tmp_path: Path) -> None:
+    """Its manifest is there already, and the last that asks is who would give it the name."""
+    partial, final = tmp_path / "iter_0000005.partial", tmp_path / "iter_0000005"
+    partial.mkdir()
+
+    def abandoned_at_its_end() -> None:
+        if (partial / MANIFEST).exists():
+            raise OSError("too late")
+
+    with pytest.raises(OSError, match="too late"):
+        _commit(partial, final, {"state.json": b"{}"}, 1, [], abandoned_at_its_end)
+    assert sorted(each.name for each in tmp_path.iterdir()) == [partial.name]

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_zpp.native.cache import BuildError, cache_directory
 from megatron_zpp.ops.build import build, check_device_code
-from megatron_zpp.ops.toolchain import cuda_problem, find_toolchain
+from megatron_zpp.ops.toolchain import cuda_problem, find_nvcc, find_toolchain
 from tests.support import ROOT, environment, wait_until
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -150,6 +150,16 @@ def test_missing_tools_are_named(site: Site, tmp_path: Path) -> None:
     site.environ["CXX"] = str(site.cxx)
     with pytest.raises(BuildError, match="--version failed: no licence"):
         site.build()
+
+
+def test_nvcc_is_that_of_cuda_home_or_else_of_the_path(tmp_path: Path) -> None:
+    for name in ("home/bin", "path"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "nvcc").touch(0o755)
+    path = {"PATH": str(tmp_path / "path")}
+    assert find_nvcc(path) == str(tmp_path / "path" / "nvcc")
+    assert find_nvcc(path | {"CUDA_HOME": str(tmp_path / "home")}) == str(tmp_path / "home" / "bin" / "nvcc")
+    assert find_nvcc(path | {"CUDA_HOME": str(tmp_path)}) == str(tmp_path / "path" / "nvcc")
 
 
 def test_a_killed_builder_blocks_nobody_and_a_living_one_not_for_ever(site: Site) -> None:

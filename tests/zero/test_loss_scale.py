@@ -4,6 +4,7 @@ import torch
 
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.zero.loss_scale import LossScale
+from tests.zero.engines import engine_of, model_of
 
 
 def of(**settings: object) -> LossScale:
@@ -63,3 +64,22 @@ def test_a_dynamic_scale_starts_at_its_initial_value_after_a_run_without_one() -
     scale = LossScale(PrecisionConfig(fp16=True, initial_loss_scale=2.0**16), torch.device("cpu"))
     scale.load_state(state)
     assert scale.scale == 2.0**16
+
+
+def test_an_engine_halves_its_scale_while_steps_overflow_and_doubles_it_behind_a_window() -> None:
+    fp16 = PrecisionConfig(fp16=True, initial_loss_scale=2.0**30, hysteresis=1, loss_scale_window=2)
+    engine, tokens = engine_of(model_of(), 250, precision=fp16), torch.randint(250, (2, 17))
+
+    def step() -> tuple[bool, float, float]:
+        """Whether it is skipped, the scale that it has, and the next one."""
+        engine.accumulate(tokens, index=0, micro_batches=1)
+        result = engine.step(1e-4)
+        return bool(result.skipped), result.loss_scale.item(), engine.loss_scale.scale.item()
+
+    skipped, scale, following = step()
+    assert (skipped, scale) == (True, 2.0**30)
+    while skipped:
+        assert following == scale / 2
+        skipped, scale, following = step()
+    assert following == scale > 2.0**8
+    assert step() == (False, scale, 2 * scale)

@@ -87,9 +87,13 @@ def in_two_languages(directory: Path) -> str:
 def test_moved_shards_of_several_directories_continue_or_are_named(tmp_path: Path) -> None:
     first = resumed(None, 0, in_two_languages(tmp_path / "shards"))
     shutil.copytree(tmp_path / "shards", tmp_path / "b" / "c")
-    moved, numbers = resumed(first, 100, str(tmp_path / "b" / "c" / "*" / "*.jsonl")), np.arange(100, 200)
+    there, numbers = str(tmp_path / "b" / "c" / "*" / "*.jsonl"), np.arange(100, 200)
+    moved = resumed(first, 100, there)
     assert moved.lines == []
     assert np.array_equal(moved.samples.batch(numbers), first.samples.batch(numbers))
+    assert resumed(moved, 200, there).lines == []
+    os.utime(tmp_path / "b" / "c" / "en" / "train-0.jsonl", (1, 1))  # the run knows them by their new names
+    assert "/en/train-0.jsonl was modified since the checkpoint" in refusal(resumed, moved, 200, there)
     (tmp_path / "flat").mkdir()
     for number, path in enumerate(sorted((tmp_path / "shards").rglob("*.jsonl"))):
         shutil.copy(path, tmp_path / "flat" / f"{number}.jsonl")
@@ -139,3 +143,6 @@ def test_a_record_of_shards_survives_the_checkpoint(shards: str) -> None:
         DatasetProgress.from_json(saved)
     del saved["sets"][0]["shards"]  # an older checkpoint
     assert DatasetProgress.from_json(saved).sets[0].shards == ()
+    for name in ("prefix", "fingerprint"):
+        with pytest.raises(ValueError, match="not a valid record of one data set"):
+            DatasetProgress.from_json(saved | {"sets": [saved["sets"][0] | {name: 3}]})
