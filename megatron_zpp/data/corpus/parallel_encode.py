@@ -7,13 +7,13 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
+from itertools import count, islice
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 from megatron_zpp.data.corpus.encode import Encoded, Encoder
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 _BLOCK_BYTES = 256 << 10  # large enough to hide the cost of sending it, small enough to balance the load
 _AHEAD = 6  # items per worker, in work or finished: one slow item does not stop the other workers
-_function: Callable[[Any], Any] | None = None  # of this worker, once it has built it
+_BEGUN = -1  # the number of a worker's first answer, which is to no item
 
 
 def encode_files(
@@ -66,21 +66,85 @@ def ordered_map(
     take them, so memory holds a few items per worker. Close the generator to end the workers early. Raises
     ChildProcessError if a worker dies, and RuntimeError with a traceback if `build` or the function raises.
     """
-    # spawn, not fork: locks of other threads are not copied, and siblings do not hold pipes open
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _watch_parent)
-    pending = deque[Future[Result]]()
+    numbered = enumerate(items)
+    waiting = deque(islice(numbered, workers))
+    pool, idle = list[_Worker](), list[_Worker]()
+    working, results = dict[Any, tuple[_Worker, int]](), dict[int, Any]()  # by pipe, by number
+
+    def advance(timeout: float | None) -> None:
+        """Take what workers have finished, and give them further items."""
+        for pipe in wait(list(working), timeout):
+            worker, number = working.pop(pipe)
+            found = worker.receive()
+            if number != _BEGUN:
+                results[number] = found
+            idle.append(worker)
+        while idle and (waiting or len(results) + len(working) < workers * _AHEAD):
+            number, item = waiting.popleft() if waiting else next(numbered, (_BEGUN, None))
+            if number == _BEGUN:
+                return
+            worker = idle.pop()
+            worker.send(item)
+            working[worker.pipe] = worker, number
+
     try:
-        for item in items:
-            with _interrupts_held():
-                pending.append(pool.submit(_work, build, item))
-            if len(pending) == workers * _AHEAD:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool:
-        raise ChildProcessError("a worker process has died; the machine may have run out of memory") from None
+        for _ in waiting:
+            pool.append(_Worker(build))
+            working[pool[-1].pipe] = pool[-1], _BEGUN
+        for number in count():
+            advance(0)
+            while number not in results:
+                if not working:
+                    return
+                advance(None)
+            yield results.pop(number)
     finally:
-        pool.shutdown(cancel_futures=True)
+        for worker in pool:
+            worker.end()
+
+
+class _Worker:
+    """A process that has one item at a time, and a pipe of its own, which ends with it.
+
+    The standard library's executors share a pipe. If a worker is killed while it sends a result, they wait
+    for the rest for ever.
+    """
+
+    def __init__(self, build: Callable[[], Callable[[Any], Any]]) -> None:
+        # spawn, not fork: locks of other threads are not copied, and siblings do not hold pipes open
+        context = multiprocessing.get_context("spawn")
+        self.pipe, its = context.Pipe()
+        self._process = context.Process(target=_serve, args=(build, its), daemon=True)
+        resource_tracker.ensure_running()  # which unblocks Ctrl-C when it starts
+        with _interrupts_held():
+            self._process.start()
+        its.close()
+
+    def send(self, item: Any) -> None:
+        """Give the worker an item, which it takes at once. Raises ChildProcessError if it has died."""
+        with _death_said():
+            self.pipe.send(item)
+
+    def receive(self) -> Any:
+        """The result of the item, or None when the worker has begun. Raises as `ordered_map`."""
+        with _death_said():
+            result, failure = self.pipe.recv()
+        if failure:
+            raise RuntimeError(f"in a worker process:\n{failure}")
+        return result
+
+    def end(self) -> None:
+        """Let the worker end behind its item."""
+        self.pipe.close()
+        self._process.join()
+
+
+@contextlib.contextmanager
+def _death_said() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, OSError):
+        raise ChildProcessError("a worker process has died; the machine may have run out of memory") from None
 
 
 @contextlib.contextmanager
@@ -93,23 +157,19 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _watch_parent() -> None:
-    """End this worker when its parent has ended, which it would not notice while it waits for an item."""
-
-    def wait() -> None:
-        parent = multiprocessing.parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _work(build: Callable[[], Callable[[Any], Any]], item: Any) -> Any:
-    global _function
+def _serve(build: Callable[[], Callable[[Any], Any]], pipe: Connection) -> None:
+    """Answer items until the parent ends or closes the pipe: (result, "") or (None, the traceback)."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use all cores already
-    try:
-        _function = _function or build()
-        return _function(item)
-    except Exception:
-        raise RuntimeError(f"in a worker process:\n{traceback.format_exc()}") from None
+    with contextlib.suppress(EOFError, OSError):  # of the pipe
+        try:
+            function, answer = build(), (None, "")
+        except Exception:
+            pipe.send((None, traceback.format_exc()))
+            return
+        while True:
+            pipe.send(answer)
+            item = pipe.recv()
+            try:
+                answer = function(item), ""
+            except Exception:
+                answer = None, traceback.format_exc()

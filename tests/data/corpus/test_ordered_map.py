@@ -1,5 +1,7 @@
 """ordered_map: order, bounded look-ahead, and no hang whatever happens to a worker."""
 
+import os
+import threading
 import time
 from functools import partial
 
@@ -37,3 +39,17 @@ def test_items_and_results_far_beyond_a_pipe() -> None:
 def test_a_build_that_raises() -> None:
     with pytest.raises(RuntimeError, match=r"in a worker process:\n(.|\n)*ValueError: "):
         list(ordered_map(partial(int, "no number"), range(10), workers=2))
+
+
+def dies_while_it_sends(number: int) -> bytes:
+    if number:
+        threading.Timer(0.2, os._exit, [1]).start()
+    return bytes(4_000_000)
+
+
+def test_a_worker_that_dies_while_it_sends_its_result() -> None:
+    results = ordered_map(partial(constant, dies_while_it_sends), range(9), workers=1)
+    assert len(next(results)) == 4_000_000
+    time.sleep(0.5)  # the next result does not fit into the pipe
+    with pytest.raises(ChildProcessError, match="has died"):
+        next(results)
