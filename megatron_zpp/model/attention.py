@@ -76,7 +76,7 @@ class AttentionKernel:
         """
         return 0, 0
 
-    def sent_behind(self, heads: int, groups: int, head_width: int) -> int:
+    def sent_behind(self, heads: int, head_width: int) -> int:
         """Return those that a forward sends behind all that its backward needs."""
         return 0
 

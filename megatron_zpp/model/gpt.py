@@ -195,7 +195,8 @@ class GPT(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]  # (1, T)
         tokens, rotations = self.part(tokens), self.rotations(positions)
         x = self.embedding(tokens, self.part(positions))  # (B, T, D)
-        shaped = x.new_empty(1).expand(*tokens.shape, 1)  # x itself may be of some of the tokens only
+        # In the format of queries. x itself may be of some of the tokens only.
+        shaped = x.new_empty(1, dtype=self.head.norm.weight.dtype).expand(*tokens.shape, 1)
         masks = {window: self.attention.mask(shaped, window, documents) for window in set(self.windows)}
         for first, last, recomputed in segments(self.config.num_layers, self.recompute):
             run = partial(self._run_layers, first=first, last=last, masks=masks, rotations=rotations)

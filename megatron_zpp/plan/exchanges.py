@@ -20,9 +20,10 @@ copies between GPUs the other exchanges of maps are beside products too, of all 
 
 Context ranks exchange what attention needs, in each layer's forward and backward, and once more where either
 is recomputed (model/context/): heads by all-to-all, or keys and values around a ring, beside attention to
-what has arrived. Of an all-to-all a rank waits for the heads of the first part and the results of the last.
+what has arrived. Of an all-to-all a rank waits for results, and the first part of queries, keys and values.
 """
 
+import math
 from dataclasses import dataclass
 
 from megatron_zpp.exchange.route import SentBytes
@@ -68,8 +69,11 @@ def exchanged(job: Job, forward: bool) -> Exchanged:
     waited, beside = (ends, beside + of_maps) if job.overlapped else (ends + of_maps, beside)
     of_attention = context_bytes(job, forward)
     if job.exchanges_heads:
-        ends = of_attention // parts_of_heads(job.model.num_query_groups // job.tensor, job.context)
-        return Exchanged(waited + ends, beside, of_attention - ends)
+        heads, groups = job.model.num_attention_heads // job.tensor, job.model.num_query_groups // job.tensor
+        parts, kept = parts_of_heads(groups, job.context), math.lcm(groups, job.context)
+        into = of_attention * (heads + 2 * kept) // (2 * (heads + kept))  # of queries, keys and values
+        around = into - into // parts
+        return Exchanged(waited + of_attention - around, beside, around)
     return Exchanged(waited, beside, of_attention)
 
 

@@ -111,9 +111,10 @@ def exchanges_and_attention(topology: Topology) -> list[str]:
 @pytest.mark.nightly
 def test_heads_are_exchanged_beside_the_attention_of_others() -> None:
     """The compiler moves no exchange to where it is waited for, forward and backward."""
-    half = "send send wait attend send wait attend send wait wait".split()
+    forward = "send send wait attend wait attend send send wait wait".split()
+    backward = "send send wait wait attend send attend send wait wait".split()
     for ran in on_ranks(2, exchanges_and_attention):
-        assert ran == half * 4  # two layers
+        assert ran == 2 * forward + 2 * backward  # of two layers
 
 
 def trained(ranks: int, file: Path, *flags: str) -> tuple[list[dict[str, Any]], str]:

@@ -5,7 +5,8 @@ of keys and values (G divides N), H head width.
 
 Outside of attention a rank has all heads of S / C tokens, and inside it some heads of all tokens, N / C: one
 exchange brings queries, keys and values there, and another one brings the result back. A rank's heads are cut
-into parts, so that one part is on its way while another one has its attention.
+into parts: queries, keys and values of one, and their gradients, are on their way beside the attention of the
+other one.
 """
 
 import math
@@ -117,9 +118,9 @@ class AllToAllHeads(AttentionKernel):
         elements = self._to_others(2 * (heads + math.lcm(groups, self.context_ranks)) * head_width)
         return elements, elements
 
-    def sent_behind(self, heads: int, groups: int, head_width: int) -> int:
-        """See AttentionKernel: the result of the last part."""
-        return self._to_others(heads * head_width) // parts_of_heads(groups, self.context_ranks)
+    def sent_behind(self, heads: int, head_width: int) -> int:
+        """See AttentionKernel: the result."""
+        return self._to_others(heads * head_width)
 
     def _to_others(self, elements: int) -> int:
         return elements // self.context_ranks * (self.context_ranks - 1)
@@ -141,14 +142,15 @@ class AllToAllHeads(AttentionKernel):
         by_part = [x.unflatten(2, (ranks, -1)).chunk(parts, 3) for x in (q, k, v)]
         sent = list(zip(*by_part, strict=True))  # tensors (B, S / C, C, …, H)
         coming = [Send.apply(self._group, True, *each) for each in sent]
-        mixed, returning = [], []
+        mixed = []
         for part in range(parts):
             q, k, v = Receive.apply(self._group, True, [x.shape for x in sent[part]], coming[part])
             mixed.append(self._kernel(q, k, v, dropout, mask, self._of_part(scores, part, parts)))
-            returning.append(Send.apply(self._group, False, mixed[part]))
+        # Only now: a recomputation ends with the last kernel, and would not wait for results that it sends.
+        going = [Send.apply(self._group, False, x) for x in mixed]
         returned = [
-            Receive.apply(self._group, False, [mixed[part].shape], returning[part])[0]
-            for part in range(parts)
+            Receive.apply(self._group, False, [x.shape], message)[0]
+            for x, message in zip(mixed, going, strict=True)
         ]
         return torch.cat(returned, 3).flatten(2, 3)
 

@@ -59,7 +59,7 @@ def exchanges_of_attention(
     for window in config.layer_windows:
         groups = config.num_query_groups // tensor_ranks
         forward, backward = kernel.sent(heads, groups, width, config.seq_length, window)
-        found.append((forward, backward + (forward - kernel.sent_behind(heads, groups, width)) * selective))
+        found.append((forward, backward + (forward - kernel.sent_behind(heads, width)) * selective))
     return found
 
 
