@@ -4,6 +4,7 @@ import json
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,7 +107,9 @@ def test_a_seed_is_begun_if_all_of_its_runs_can_end(
         return quick(*arguments) | {"seconds": 10.0}
 
     monkeypatch.setattr(convergence, "_run", slow)
-    monkeypatch.setattr(paired_runs.time, "monotonic", lambda: 10.0 * next(now))  # called before each run
+    clock = SimpleNamespace(monotonic=lambda: 10.0 * next(now))  # called before each run
+    for module in (convergence, paired_runs):  # not torch's or other threads' too
+        monkeypatch.setattr(module, "time", clock)
     assert convergence.main([*arguments, "--limit-seconds", "44"]) == paired_runs.STOPPED
     assert fake_runs == [("baseline", 0), ("delta4", 0)]
     assert convergence.main([*arguments, "--limit-seconds", "1000"]) == 0
