@@ -1,4 +1,4 @@
-"""Do 8-bit products, or optimizer states in fewer bytes, cost loss? Pairs of runs with and without them.
+"""What do 8-bit products, states in fewer bytes and the residual's format do to the loss? Pairs of runs.
 
 python benchmarks/precision_losses.py --size 30m --text build/corpus/tokens --pairs 16 --processes 4
 python benchmarks/precision_losses.py --size 30m --text build/corpus/tokens --runs "bf16, nudged" compact

@@ -234,9 +234,8 @@ def test_a_layer_saves_what_the_plan_says(variant: dict[str, Any], compiled: boo
     found = saved_bytes(gpt.layers[0], x, gpt.rotations(torch.arange(model.seq_length)[None])[0])
     precision = PrecisionConfig(bf16=wide, fp32=not wide)
     job = job_of(model, 100, precision=precision, recompute=recompute, micro_batch_size=2)
-    copies = (
-        wide * 2 * 2 * 4 * model.hidden_size
-    )  # in fp32, of weights and biases of norms, without a compiler
+    # Without a compiler there are copies in fp32 of the weights and biases of two norms.
+    copies = wide * 2 * 2 * 4 * model.hidden_size
     assert found == layer_bytes(dataclasses.replace(job, compiled=compiled)) + copies
 
 

@@ -80,10 +80,10 @@ def ordered_map(
                 results[number] = found
             idle.append(worker)
         while idle and (waiting or len(results) + len(working) < workers * _AHEAD):
-            number, item = waiting.popleft() if waiting else next(numbered, (_BEGUN, None))
-            if number == _BEGUN:
+            following = waiting.popleft() if waiting else next(numbered, None)
+            if following is None:
                 return
-            worker = idle.pop()
+            worker, (number, item) = idle.pop(), following
             worker.send(item)
             working[worker.pipe] = worker, number
 

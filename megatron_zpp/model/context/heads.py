@@ -136,7 +136,7 @@ class AllToAllHeads(AttentionKernel):
         """Queries (B, S / C, N, H), keys and values (B, S / C, G, H) -> (B, S / C, N, H)."""
         assert dropout == 0.0, "check_context_ranks refuses it"
         ranks, groups = self.context_ranks, k.shape[2]
-        repeated, parts = math.lcm(groups, ranks), parts_of_heads(groups, self.context_ranks)
+        repeated, parts = math.lcm(groups, ranks), parts_of_heads(groups, ranks)
         if repeated != groups:
             k, v = (x.repeat_interleave(repeated // groups, 2) for x in (k, v))
         by_part = [x.unflatten(2, (ranks, -1)).chunk(parts, 3) for x in (q, k, v)]
