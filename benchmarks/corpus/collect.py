@@ -15,6 +15,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,15 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     texts.mkdir(exist_ok=True)
     try:
-        jobs = [(package, download(package, folder), texts) for package in packages]
+        files = [download(package, folder) for package in packages]
     except ValueError as error:
         sys.exit(f"collect.py: {error}")
-    with multiprocessing.Pool(options.processes, maxtasksperchild=1) as pool:
-        for package, count, size in pool.imap_unordered(read_package, jobs, chunksize=1):
+    limits = [MAX_HELD_OUT if package.name in HELD_OUT else MAX_TEXT for package in packages]
+    # A pool that forks does so from a thread, and its children may wait for locks that another thread held.
+    apart = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(options.processes, apart, max_tasks_per_child=1) as pool:
+        read = pool.map(read_package, packages, files, [texts] * len(files), limits)
+        for package, (count, size) in zip(packages, read, strict=True):
             print(f"{package.name}: {count:,} documents, {size / 1e6:.1f} MB", flush=True)
     summary = join(packages, texts, options.output)
     summary["seconds"] = round(time.perf_counter() - started)
@@ -58,10 +63,11 @@ def main() -> None:
     print(json.dumps({key: value for key, value in summary.items() if key != "packages"}, indent=2))
 
 
-def read_package(job: tuple[Package, Path, Path]) -> tuple[Package, int, int]:
-    """Write the cleaned documents of a package as JSON lines; return their number and size."""
-    package, path, folder = job
-    limit = MAX_HELD_OUT if package.name in HELD_OUT else MAX_TEXT
+def read_package(package: Package, path: Path, folder: Path, limit: int) -> tuple[int, int]:
+    """Write the cleaned documents of a package as JSON lines; return their number and size.
+
+    No file is begun behind `limit` bytes of text.
+    """
     files = files_of(path)
     sources = {topic(name) for name, _ in files if suffix_of(name) not in HTML}
     pages: list[tuple[str, str]] = []
@@ -88,7 +94,7 @@ def read_package(job: tuple[Package, Path, Path]) -> tuple[Package, int, int]:
                 seen.add(text)
                 size += len(text.encode())
                 file.write(json.dumps({"text": text, "source": package.name, "path": name}) + "\n")
-    return package, len(seen), size
+    return len(seen), size
 
 
 def join(packages: Sequence[Package], texts: Path, output: Path) -> dict[str, Any]:
