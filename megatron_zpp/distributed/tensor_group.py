@@ -58,14 +58,10 @@ class TensorGroup:
         """All-gather contiguous rows (R, …) of each rank into `out` (ranks · R, …)."""
         all_gather_single(out, rows, group=self._group)
 
-    def start_exchange(self, parts: Tensor) -> Tensor:
-        """Start an all-to-all: (ranks, …), a part for each -> what each rank has for this one, for `wait`."""
-        sizes = [1] * self.size
-        return _COLLECTIVES.all_to_all_single(parts.contiguous(), sizes, sizes, self._name)
-
     def exchange_parts(self, parts: Tensor) -> Tensor:
         """(ranks, …), a part for each rank -> what each rank has for this one."""
-        return self.wait(self.start_exchange(parts))
+        sizes = [1] * self.size
+        return self.wait(_COLLECTIVES.all_to_all_single(parts.contiguous(), sizes, sizes, self._name))
 
     def gather(self, rows: Tensor) -> Tensor:
         """(R, …) on each rank -> (ranks · R, …)."""

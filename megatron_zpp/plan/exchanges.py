@@ -19,16 +19,14 @@ beside the product for the input's gradient, which is scattered beside the produ
 copies between GPUs the other exchanges of maps are beside products too, of all tokens but 1 / T.
 
 Context ranks exchange what attention needs, in each layer's forward and backward, and once more where either
-is recomputed (model/context/): heads by all-to-all, or keys and values around a ring, beside attention to
-what has arrived. Of an all-to-all a rank waits for results, and the first part of queries, keys and values.
+is recomputed (model/context/): heads by all-to-all, for which a rank waits, or keys and values around a ring,
+beside attention to those that have arrived.
 """
 
-import math
 from dataclasses import dataclass
 
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.model.attention import DotProduct
-from megatron_zpp.model.context.heads import parts_of_heads
 from megatron_zpp.model.context.sharing import context_kernel, exchanges_of_attention
 from megatron_zpp.model.flops import attended_tokens, layer_matrices
 from megatron_zpp.model.recomputation import mlps_again, segments
@@ -69,11 +67,7 @@ def exchanged(job: Job, forward: bool) -> Exchanged:
     waited, beside = (ends, beside + of_maps) if job.overlapped else (ends + of_maps, beside)
     of_attention = context_bytes(job, forward)
     if job.exchanges_heads:
-        heads, groups = job.model.num_attention_heads // job.tensor, job.model.num_query_groups // job.tensor
-        parts, kept = parts_of_heads(groups, job.context), math.lcm(groups, job.context)
-        into = of_attention * (heads + 2 * kept) // (2 * (heads + kept))  # of queries, keys and values
-        around = into - into // parts
-        return Exchanged(waited + of_attention - around, beside, around)
+        return Exchanged(waited + of_attention, beside)
     return Exchanged(waited, beside, of_attention)
 
 

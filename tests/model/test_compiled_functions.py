@@ -16,7 +16,7 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Axis
 from megatron_zpp.model.attention import DotProduct
-from megatron_zpp.model.context.heads import Receive, Send
+from megatron_zpp.model.context.heads import Exchange
 from megatron_zpp.model.context.ring import Ring
 from megatron_zpp.model.fp8.cast import factors_of
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedProduct
@@ -54,15 +54,12 @@ def functions(group: TensorGroup, dtype: torch.dtype) -> Cases:
     def linear(bias: bool = True) -> list[Tensor]:
         return [drawn(ROWS, WIDTH), drawn(WIDTH, WIDTH), *[drawn(WIDTH)] * bias]
 
-    def exchange(x: Tensor) -> Tensor:
-        return Receive.apply(group, True, [x.shape], Send.apply(group, True, x))[0]
-
     known, coded, held, ring = product(True), product(True), product(True), Ring(DotProduct(), group)
     held.codes = CODES
     made: Cases = {
         "gather": (lambda x: Gather.apply(x, group), [drawn(ROWS, WIDTH)]),
         "scatter_sum": (lambda x: ScatterSum.apply(x, group), [drawn(RANKS * ROWS, WIDTH)]),
-        "exchange": (exchange, [drawn(1, ROWS, RANKS, 2, 8)]),
+        "exchange": (lambda x: Exchange.apply(group, True, x)[0], [drawn(1, ROWS, 2 * RANKS, 8)]),
         "ring": (attention, [*(drawn(1, 2 * ROWS, 2, 8) for _ in range(3)), drawn(2)]),
         "tensorwise": (float8_linear, linear()),
         "delayed, of the first step": (product(False), linear()),

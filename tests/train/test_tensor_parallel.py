@@ -87,36 +87,6 @@ def test_graphs_compute_beside_exchanges_and_learn_what_one_process_does(case: C
     check(case, on_ranks(case.tensor * case.context, compiled, case)[0], rel=1e-6)
 
 
-def exchanges_and_attention(topology: Topology) -> list[str]:
-    """What a step of a compiled layer runs, in this order."""
-    torch.set_num_threads(1)
-    engine = build(case_of("gpt2", 1, 0, 2, "a2a"), topology)
-    compile_parts(engine.model, (BATCH, LENGTH), print)
-    tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1))
-    engine.accumulate(tokens, index=0, micro_batches=1)
-    engine.step(1e-3)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        engine.accumulate(tokens, index=0, micro_batches=1)
-    engine.close()
-    named = {"all_to_all_single": "send", "wait_tensor": "wait", "flash_attention_for_cpu": "attend"}
-    ran = sorted((event.time_range.start, event.name) for event in profile.events() or ())
-    return [
-        word
-        for _, name in ran
-        for part, word in named.items()
-        if name.removesuffix("_backward").endswith(part)
-    ]
-
-
-@pytest.mark.nightly
-def test_heads_are_exchanged_beside_the_attention_of_others() -> None:
-    """The compiler moves no exchange to where it is waited for, forward and backward."""
-    forward = "send send wait attend wait attend send send wait wait".split()
-    backward = "send send wait wait attend send attend send wait wait".split()
-    for ran in on_ranks(2, exchanges_and_attention):
-        assert ran == 2 * forward + 2 * backward  # of two layers
-
-
 def trained(ranks: int, file: Path, *flags: str) -> tuple[list[dict[str, Any]], str]:
     """The records of the steps of a run, and what it said."""
     return recorded(file, *FLAGS, *flags, processes=ranks)

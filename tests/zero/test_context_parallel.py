@@ -166,7 +166,7 @@ def _traffic(topology: Topology) -> list[tuple[int, int]]:
             return exchange(parts)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(group, "start_exchange", partial(recorded, group.start_exchange))
+            patch.setattr(group, "exchange_parts", partial(recorded, group.exchange_parts))
             engine.accumulate(torch.randint(VOCAB, (2, 17)), index=0, micro_batches=1)
         unwaited = torch._C._distributed_c10d._get_work_registry_size()
         assert unwaited == 0  # NCCL would keep their memory

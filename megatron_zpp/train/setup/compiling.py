@@ -75,10 +75,9 @@ def compile_parts(
 
     # Layers with the same window and positions have one graph.
     kinds = list(zip(model.windows, model.config.layers_with_rope, strict=True))
-    made = partial(_Backend, backend, say, in_order=model.attention.context_ranks > 1)
-    runs = {kind: graph(run, is_usual, made(), whole) for kind in set(kinds)}
+    runs = {kind: graph(run, is_usual, _Backend(backend, say), whole) for kind in set(kinds)}
     rows = _rows_of_an_mlp(first, hidden)
-    run_mlp = graph(Half.run, lambda x: x.shape == rows, made(), True)
+    run_mlp = graph(Half.run, lambda x: x.shape == rows, _Backend(backend, say), True)
     for layer, kind in zip(model.layers, kinds, strict=True):
         if layer.in_halves:
             attention, mlp = layer.halves
@@ -157,14 +156,11 @@ def _without_graph(
 class _Backend:
     """Torch's compiler, with a warning when it is called again although layers have already run.
 
-    Layers run with gradients and without them, and need one graph for each. `in_order`: exchanges start where
-    the layer starts them, and are waited for where it waits; otherwise the compiler may move them together.
+    Layers run with gradients and without them, and need one graph for each.
     """
 
-    def __init__(self, name: str, say: Callable[[str], None], in_order: bool) -> None:
+    def __init__(self, name: str, say: Callable[[str], None]) -> None:
         self._name, self._say = name, say
-        kept = in_order and name == "inductor"
-        self._options = {"config_patches": {"reorder_for_peak_memory": False}} if kept else {}
         self.finished: set[bool] = set()  # with gradients, without them: those with which a layer has run
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -173,4 +169,4 @@ class _Backend:
         if torch.is_grad_enabled() in self.finished:
             why = "TORCH_LOGS=recompiles says why"
             self._say(f"warning: torch.compile compiles a layer again, which takes a while; {why}")
-        return lookup_backend(self._name)(graph, inputs, **self._options)
+        return lookup_backend(self._name)(graph, inputs)
