@@ -40,6 +40,7 @@ def continued(topology: Topology, directory: str, cases: list[dict[str, Any]]) -
             torch.manual_seed(5)
             other = engine_of(Vision(), topology.mesh(), **settings)
             if loads_state:
+                steps_of(other)  # other weights, of which some have been gathered for the next step
                 other.load_state_dict(state)
             else:
                 assert other.load(saved) == {"samples": [3]}
