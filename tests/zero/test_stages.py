@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from megatron_zpp.zero import build as build_module
 from megatron_zpp.zero import gradients
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.prefetch import Phase
-from megatron_zpp.zero.sharded_unit import GradientState
+from megatron_zpp.zero.sharded_unit import GradientState, UnitGradient
 from tests.support import nightly
 from tests.zero.engines import engine_of, model_of, needed
 from tests.zero.ranks import on_ranks
@@ -189,6 +190,28 @@ def test_gathers_run_ahead_of_a_recomputed_chunk_and_inside_it() -> None:
     assert [index for index, late in in_pairs if late] == [3, 1]  # two slots: 5, 3 and 1 take one of them
     assert not any(late for _, late in waits_of_a_backward(6, 1, 1))
     assert len(waits_of_a_backward(6, 1, 0)) == 8
+
+
+def sending_at_once(topology: Topology) -> int:
+    """How many layers of a backward keep gradients that are being sent, at most."""
+    engine, most = build(Case(2), topology), 0
+    reduce = UnitGradient.reduce
+
+    def counted(*arguments: Any, **settings: Any) -> None:
+        nonlocal most
+        reduce(*arguments, **settings)
+        most = max(most, sum(bool(unit.grad.sent) for unit in engine.units[1:-1]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UnitGradient, "reduce", counted)
+        engine.accumulate(torch.randint(VOCAB, (2, 11)), index=0, micro_batches=1)
+    engine.close()
+    return most
+
+
+def test_two_layers_send_gradients_at_a_time() -> None:
+    """Or all of them would be in memory until the step."""
+    assert on_ranks(2, sending_at_once) == [2, 2]
 
 
 IN_NODES = (
