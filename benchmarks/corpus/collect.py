@@ -11,11 +11,11 @@ documents of others that are equal to one of theirs. Running it again gives the 
 
 import hashlib
 import json
-import multiprocessing
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +52,16 @@ def main() -> None:
         sys.exit(f"collect.py: {error}")
     limits = [MAX_HELD_OUT if package.name in HELD_OUT else MAX_TEXT for package in packages]
     # A pool that forks does so from a thread, and its children may wait for locks that another thread held.
-    apart = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(options.processes, apart, max_tasks_per_child=1) as pool:
-        read = pool.map(read_package, packages, files, [texts] * len(files), limits)
-        for package, (count, size) in zip(packages, read, strict=True):
-            print(f"{package.name}: {count:,} documents, {size / 1e6:.1f} MB", flush=True)
-    summary = join(packages, texts, options.output)
-    summary["seconds"] = round(time.perf_counter() - started)
+    with ProcessPoolExecutor(options.processes, get_context("forkserver"), max_tasks_per_child=1) as pool:
+        for said in pool.map(read_package, packages, files, [texts] * len(files), limits):
+            print(said, flush=True)
+    summary = join(packages, texts, options.output) | {"seconds": round(time.perf_counter() - started)}
     (options.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps({key: value for key, value in summary.items() if key != "packages"}, indent=2))
 
 
-def read_package(package: Package, path: Path, folder: Path, limit: int) -> tuple[int, int]:
-    """Write the cleaned documents of a package as JSON lines; return their number and size.
-
-    No file is begun behind `limit` bytes of text.
-    """
+def read_package(package: Package, path: Path, folder: Path, limit: int) -> str:
+    """Write cleaned documents of a package as JSON lines, to `limit` bytes; return what was found."""
     files = files_of(path)
     sources = {topic(name) for name, _ in files if suffix_of(name) not in HTML}
     pages: list[tuple[str, str]] = []
@@ -94,7 +88,7 @@ def read_package(package: Package, path: Path, folder: Path, limit: int) -> tupl
                 seen.add(text)
                 size += len(text.encode())
                 file.write(json.dumps({"text": text, "source": package.name, "path": name}) + "\n")
-    return len(seen), size
+    return f"{package.name}: {len(seen):,} documents, {size / 1e6:.1f} MB"
 
 
 def join(packages: Sequence[Package], texts: Path, output: Path) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def error(gradient: torch.Tensor, exact: torch.Tensor) -> float:
     ],
 )
 def test_compiled_parts_learn_what_eager_ones_do(changes: dict[str, Any]) -> None:
-    """Gradients are as exact as eager ones in bf16, and in fp32 equal but for rounding, which is 2^16 times finer."""
+    """Gradients are as exact as eager ones in bf16, and in fp32 equal but for rounding, 2^16 times finer."""
     said: list[str] = []
     fp32 = PrecisionConfig(fp32=True)
     exact, of_eager = first_gradient(plain(precision=fp32, **changes)), first_gradient(plain(**changes))
