@@ -129,6 +129,8 @@ class Weights:
         """
         units = [index for index, unit in enumerate(self._units) if unit.message is not None]
         for index in units:
+            if index in self._due:  # no pass has read it yet
+                self._bring(index)
             self.wait_for_brought(index)
         digests = torch.stack([_digest(self._units[index].reference) for index in units])  # (units,)
         holders = self._units[units[0]].plan.holders
