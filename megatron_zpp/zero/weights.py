@@ -125,11 +125,12 @@ class Weights:
     def differing_references(self) -> str | None:
         """The first unit whose reference is not the same on all nodes, and the ranks; None if all are.
 
-        Every rank must call it, and all get the same answer. It waits for the device.
+        Every rank must call it, and all get the same answer. It waits for the device, and brings references
+        that no pass has read yet.
         """
         units = [index for index, unit in enumerate(self._units) if unit.message is not None]
         for index in units:
-            if index in self._due:  # no pass has read it yet
+            if index in self._due:
                 self._bring(index)
             self.wait_for_brought(index)
         digests = torch.stack([_digest(self._units[index].reference) for index in units])  # (units,)

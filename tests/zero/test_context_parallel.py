@@ -168,8 +168,6 @@ def _traffic(topology: Topology) -> list[tuple[int, int]]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group, "exchange_parts", partial(recorded, group.exchange_parts))
             engine.accumulate(torch.randint(VOCAB, (2, 17)), index=0, micro_batches=1)
-        unwaited = torch._C._distributed_c10d._get_work_registry_size()
-        assert unwaited == 0  # NCCL would keep their memory
         engine.close()
         found.append((ledger.intra_node, sum(sent)))
     return found
