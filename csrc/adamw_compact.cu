@@ -1,8 +1,8 @@
 // adamw_compact on a GPU: a warp steps a block of states, four neighbouring elements per lane.
 //
 // Instructions limit the rate. So ordinary blocks, which almost all are, take a path without special cases; the others
-// are loaded again and take that of state_codes.h. Both give the same bits. Each warp loads its next block while it
-// steps one, into registers that the block no longer needs: its numbers have been converted.
+// are loaded again and take that of state_codes.h. Both give the same bits. Meanwhile a warp's next blocks are on their
+// way to shared memory, because registers cannot hold as many bytes as hide the memory's latency.
 #include "device.cuh"
 
 namespace megatron_zpp::cuda {
@@ -13,26 +13,44 @@ namespace {
 // finite. Root and quotient_of are then exact, and 1 / scale in the grid's exponents is not subnormal.
 constexpr float kLeastOrdinary = 0x1p-50f, kOrdinaryLimit = 0x1p15f;
 
-// A warp steps about so many blocks: enough that its start, which waits for loads, takes a small part of its time. Not
-// more, because thread blocks that start in order keep accesses close together.
-constexpr int64_t kBlocksPerWarp = 32;
+// So many warps walk through memory side by side, each from a block to the one so many blocks behind it: what they all
+// access at once lies close together. As a constant, the distance is part of the instructions that access memory.
+constexpr uint32_t kFront = 1024;
+
+// A warp steps so many blocks at most, because each of its lanes holds the scales of one.
+constexpr uint32_t kBlocksPerWarp = kWarp;
+
+// The blocks of a warp that are on their way. Where a multiprocessor of an H200 has 32 warps, three fp8 blocks of each
+// are 86 KB, which it reads in 4.6 us at the rate of a copy; a load may take half of that. More blocks of fp32 do not
+// fit in the 48 KiB of shared memory that need no opt-in.
+constexpr int kStages = 3;
 
 // Four numbers as they are in memory: 4 to 16 bytes.
 struct Quad {
   uint4 words;
 
-  // The size is the same for all threads, so this branch costs little.
+  // The size is the same for all threads, so these branches cost little.
   __device__ __forceinline__ void load(const void* values, int bytes_each) {
     if (bytes_each == 4) {
       words = load_vector<uint4>(values);
-    } else {
+    } else if (bytes_each == 2) {
       const uint2 two = load_vector<uint2>(values);
       words.x = two.x;
       words.y = two.y;
+    } else {
+      words.x = load_vector<uint32_t>(values);
     }
   }
 
-  __device__ __forceinline__ void load_bytes(const void* values) { words.x = load_vector<uint32_t>(values); }
+  // Begins to copy four numbers to shared memory.
+  __device__ __forceinline__ static void copy(void* shared, const void* values, int bytes_each) {
+    if (bytes_each == 4)
+      copy_bytes<16>(shared, values);
+    else if (bytes_each == 2)
+      copy_bytes<8>(shared, values);
+    else
+      copy_bytes<4>(shared, values);
+  }
 
   __device__ __forceinline__ void to_floats(float (&x)[4]) const {
     x[0] = float_of(words.x);
@@ -126,25 +144,23 @@ struct Moment {
                                     std::conditional_t<FP8, FirstFp8, FirstFp16>>;
 
   Quad raw;
-  uint32_t stored;  // the scale
+  float factor;     // of the old codes
+  uint32_t stored;  // the scale of the new codes
 
   __device__ __forceinline__ static int bytes_each(const StateTensor& state) {
     return FP8 ? 1 : state.form == StateForm::fp32 ? 4 : 2;
   }
 
-  __device__ __forceinline__ void load(const StateTensor& state) {
-    if constexpr (FP8)
-      raw.load_bytes(state.values);
-    else
-      raw.load(state.values, bytes_each(state));
-    stored = FP8 || state.form == StateForm::fp16 ? *state.scales : 0;
+  // What codes with this scale are multiplied by.
+  __device__ __forceinline__ static float factor_of(uint32_t stored, float beta) {
+    if constexpr (!FP8) return scale_value(stored);
+    const float scale = float_of(stored << 23) * 0x1p8f;  // of NaN infinite, and 0 times that is NaN
+    return (SECOND ? scale * scale : scale) * beta;  // exact if beta > 2^-31
   }
 
   // What a step keeps of the moments: beta times them.
   __device__ __forceinline__ void kept(const StateTensor& state, float beta, float (&x)[4]) const {
     if constexpr (FP8) {
-      const float scale = float_of(stored << 23) * 0x1p8f;  // of NaN infinite, and 0 times that is NaN
-      const float factor = (SECOND ? scale * scale : scale) * beta;  // exact if beta > 2^-31
       fp8_numbers<SECOND>(raw.words.x, x);
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = (SECOND ? x[i] * x[i] : x[i]) * factor;
@@ -157,7 +173,7 @@ struct Moment {
         if (state.form == StateForm::bf16)
           x[i] = float_of(halves[i] << 16);
         else if (state.form == StateForm::fp16)
-          x[i] = decode(halves[i], scale_value(stored));
+          x[i] = decode(halves[i], factor);
         x[i] *= beta;
       }
     }
@@ -169,16 +185,15 @@ struct Moment {
     return __vimax3_u32(bits_of(low), bits_of(high), Scaled::Grid::kLeastPeak);
   }
 
-  // `root` is that of the second moment. All lanes must call this.
+  // Stores codes, and keeps the new scale. `root` is that of the second moment. All lanes must call this.
   template <bool ORDINARY>
-  __device__ __forceinline__ static void store(const StateTensor& state, const float (&x)[4], const float (&root)[4],
-                                               const Random8& draws) {
+  __device__ __forceinline__ void store(const StateTensor& state, const float (&x)[4], const float (&root)[4],
+                                        const Random8& draws) {
     uint32_t codes[4];
     if (FP8 || state.form == StateForm::fp16) {
       const float(&held)[4] = SECOND ? root : x;
       const uint32_t peak = largest_of_lanes(peak_of(held), 5);
-      const uint32_t stored = ORDINARY ? Scaled::Grid::scale_of_ordinary(peak) : Scaled::Grid::scale_of(peak);
-      if (lane_index() == 0) *state.scales = uint8_t(stored);
+      stored = ORDINARY ? Scaled::Grid::scale_of_ordinary(peak) : Scaled::Grid::scale_of(peak);
       if constexpr (FP8 && ORDINARY) {
         *static_cast<uint32_t*>(state.values) = fp8_codes<Scaled, SECOND>(held, stored, draws);
         return;
@@ -224,15 +239,6 @@ struct Moment {
 template <bool SPLIT>
 struct Weights {
   Quad raw, corrections;
-
-  __device__ __forceinline__ void load(const AdamwCompact& op) {
-    if constexpr (SPLIT) {
-      raw.load(op.gather_source, 2);
-      corrections.load_bytes(op.master);
-    } else {
-      raw.load(op.master, 4);
-    }
-  }
 
   __device__ __forceinline__ void to_floats(float (&x)[4]) const {
     if constexpr (SPLIT) {  // joined_weight
@@ -310,21 +316,63 @@ __device__ __forceinline__ After stepped(const Before& before, const AdamwConsta
   return after;
 }
 
+// The conversion says that the memory is global. Else the compiler keeps one pointer for copies, another for stores.
+template <typename T>
+__device__ __forceinline__ void advance(T*& values, int64_t bytes) {
+  values = (T*)((const uint8_t*)__cvta_global_to_generic((size_t)values) + bytes);
+}
+
 template <typename G, bool FIRST_FP8, bool SECOND_FP8, bool SPLIT>
 struct Block {
   using First = Moment<FIRST_FP8, false>;
   using Second = Moment<SECOND_FP8, true>;
+
+  // A block in shared memory: four rows with so many bytes of each lane, so that a lane needs one address for all.
+  static constexpr bool kNarrow = FIRST_FP8 && SECOND_FP8 && SPLIT && sizeof(G) == 2;
+  static constexpr int kLaneBytes = kNarrow ? 8 : 16, kRow = kWarp * kLaneBytes, kSlot = 4 * kRow;
 
   First first;
   Second second;
   Weights<SPLIT> weights;
   Quad gradient;
 
+  // `op` with tensors that begin so much later: pointers need fewer instructions than indices.
+  __device__ __forceinline__ static AdamwCompact advanced(AdamwCompact op, int64_t blocks, int elements = 0) {
+    const int64_t all = blocks * kStateBlock + elements;
+    advance(op.master, all * (SPLIT ? 1 : 4));
+    advance(op.gradient, all * int64_t(sizeof(G)));
+    advance(op.exp_avg.values, all * First::bytes_each(op.exp_avg));
+    advance(op.exp_avg_sq.values, all * Second::bytes_each(op.exp_avg_sq));
+    if (SPLIT || op.gather_source != nullptr) advance(op.gather_source, all * 2);
+    return op;
+  }
+
+  // `op` with the tensors of a block in shared memory, where `slot` is the lane's part of the first row.
+  __device__ __forceinline__ static AdamwCompact within(uint8_t* slot, AdamwCompact op) {
+    op.gradient = slot;
+    op.exp_avg.values = slot + kRow;
+    op.exp_avg_sq.values = slot + (kNarrow ? kRow + 4 : 2 * kRow);
+    if constexpr (SPLIT) op.gather_source = slot + (kNarrow ? 2 : 3) * kRow;
+    op.master = slot + 3 * kRow + (SPLIT && !kNarrow ? 8 : 0);
+    return op;
+  }
+
+  // Begins to copy to shared memory what `load` loads. Each lane copies for itself, so it need not wait for others.
+  __device__ __forceinline__ static void copy(uint8_t* slot, const AdamwCompact& at) {
+    const AdamwCompact to = within(slot, at);
+    Quad::copy(slot, at.gradient, sizeof(G));
+    Quad::copy(to.exp_avg.values, at.exp_avg.values, First::bytes_each(at.exp_avg));
+    Quad::copy(to.exp_avg_sq.values, at.exp_avg_sq.values, Second::bytes_each(at.exp_avg_sq));
+    if constexpr (SPLIT) Quad::copy(to.gather_source, at.gather_source, 2);
+    Quad::copy(to.master, at.master, SPLIT ? 1 : 4);
+  }
+
   __device__ __forceinline__ void load(const AdamwCompact& at) {
     gradient.load(at.gradient, sizeof(G));
-    first.load(at.exp_avg);
-    second.load(at.exp_avg_sq);
-    weights.load(at);
+    first.raw.load(at.exp_avg.values, First::bytes_each(at.exp_avg));
+    second.raw.load(at.exp_avg_sq.values, Second::bytes_each(at.exp_avg_sq));
+    weights.raw.load(SPLIT ? at.gather_source : at.master, SPLIT ? 2 : 4);
+    if constexpr (SPLIT) weights.corrections.load(at.master, 1);
   }
 
   __device__ __forceinline__ Before to_floats(const AdamwCompact& op) const {
@@ -347,11 +395,11 @@ struct Block {
            (fabsf(x.weight[0] + x.weight[1] + x.weight[2] + x.weight[3]) < INFINITY);
   }
 
-  // All lanes must call this.
+  // Stores all but the scales. All lanes must call this.
   template <bool ORDINARY>
-  __device__ __forceinline__ static void store(const AdamwCompact& at, const After& x, const Random8& draws) {
-    First::template store<ORDINARY>(at.exp_avg, x.average, x.root, draws);
-    Second::template store<ORDINARY>(at.exp_avg_sq, x.square, x.root, draws);
+  __device__ __forceinline__ void store(const AdamwCompact& at, const After& x, const Random8& draws) {
+    first.template store<ORDINARY>(at.exp_avg, x.average, x.root, draws);
+    second.template store<ORDINARY>(at.exp_avg_sq, x.square, x.root, draws);
     Weights<SPLIT>::template store<ORDINARY>(at, x.weight, draws);
   }
 
@@ -368,77 +416,78 @@ struct Block {
   }
 };
 
-template <typename T>
-__device__ __forceinline__ void advance(T*& values, int64_t bytes) {
-  values = (T*)((const uint8_t*)values + bytes);
-}
-
-// A thread block steps a range of blocks. Its warps take them in turn, so that the distance from a warp's block to its
-// next one is a constant, which costs no instructions.
 template <typename G, bool FIRST_FP8, bool SECOND_FP8, bool SPLIT>
 __global__ void __launch_bounds__(kThreads, FIRST_FP8 && SECOND_FP8 && SPLIT ? 4 : 3)
     adamw_compact_kernel(const __grid_constant__ AdamwCompact op) {
   using States = Block<G, FIRST_FP8, SECOND_FP8, SPLIT>;
-  constexpr uint32_t kNext = kThreads / kWarp;
-  const uint32_t count = uint32_t(op.elements / kStateBlock);
-  const uint32_t range = (count + warp_count() - 1) / warp_count() * kNext;
-  const uint32_t end = min(count, (blockIdx.x + 1) * range);
-  uint32_t block = blockIdx.x * range + uniform_warp_index() % kNext;
-  if (block >= end || *op.scalars.found_inf != 0) return;
+  alignas(16) __shared__ uint8_t slots[kThreads / kWarp][kStages * States::kSlot];
+  const uint32_t count = uint32_t(op.elements / kStateBlock), warp = uniform_warp_index();
+  const uint32_t each = (count + warp_count() - 1) / warp_count() * kFront;
+  const uint32_t first = warp / kFront * each + warp % kFront, end = min(count, first + each);
+  if (first >= count || *op.scalars.found_inf != 0) return;
 
-  // `op` with tensors that begin so much later: pointers need fewer instructions than indices.
-  const auto advanced = [](AdamwCompact op, uint32_t blocks, int elements) {
-    const int64_t all = int64_t(blocks) * kStateBlock + elements;
-    advance(op.master, all * (SPLIT ? 1 : 4));
-    advance(op.gradient, all * int64_t(sizeof(G)));
-    advance(op.exp_avg.values, all * States::First::bytes_each(op.exp_avg));
-    advance(op.exp_avg.scales, blocks);
-    advance(op.exp_avg_sq.values, all * States::Second::bytes_each(op.exp_avg_sq));
-    advance(op.exp_avg_sq.scales, blocks);
-    if (SPLIT || op.gather_source != nullptr) advance(op.gather_source, all * 2);
-    return op;
-  };
-  AdamwCompact at = advanced(op, block, 4 * lane_index());
-  States states;
-  states.load(at);
-
+  uint8_t* const ring = computed_once(&slots[threadIdx.x / kWarp][lane_index() * States::kLaneBytes]);
+  const uint32_t front = blockDim.x * (kFront / kThreads);  // kFront, of which multiples are added in one instruction
+  AdamwCompact next = States::advanced(op, first, 4 * lane_index());
+#pragma unroll
+  for (int stage = 0; stage < kStages; ++stage) {
+    if (first + stage * kFront < end) States::copy(ring + stage * States::kSlot, next);
+    end_group_of_copies();
+    next = States::advanced(next, front);
+  }
+  // A byte is too little for such a copy. So each lane has the scales of one block: the factors of the old ones, whose
+  // place the new ones take.
   const AdamwConstants& constants = op.scalars.constants;
-  const float divisor = computed_once(*op.scalars.divisor);  // does not wait for the others' loads
-  const float corrections[] = {computed_once(op.scalars.bias_corrections[0]),
-                               computed_once(op.scalars.bias_corrections[1])};
-  const CompactFactors factors = compact_factors(constants, divisor, corrections);
+  const uint32_t own = first + (lane_index() - first / kFront) % kWarp * kFront;
+  uint32_t held[2] = {};
+  if (own < end && op.exp_avg.scales != nullptr)
+    held[0] = bits_of(States::First::factor_of(op.exp_avg.scales[own], constants.beta1));
+  if (own < end && op.exp_avg_sq.scales != nullptr)
+    held[1] = bits_of(States::Second::factor_of(op.exp_avg_sq.scales[own], constants.beta2));
+
+  const CompactFactors factors = compact_factors(constants, *op.scalars.divisor, op.scalars.bias_corrections);
   const uint32_t step = uint32_t(*op.rounding.step), decaying = uint32_t(op.decayed / kStateBlock);
 
-  uint64_t quad = quad_of(op.rounding, block, lane_index());
-  Before before = states.to_floats(op);
-  for (bool more = true; more;) {
-    more = block + kNext < end;
-    if (more) states.load(advanced(at, kNext, 0));
+  uint64_t quad = quad_of(op.rounding, first, lane_index());
+  uint32_t stage = 0;  // the bytes before the slot of the block
+  for (uint32_t block = first; block < end; block += kFront) {
+    States states;
+    states.first.factor = float_of(__shfl_sync(kAllLanes, held[0], block / kFront));  // of the lane with this remainder
+    states.second.factor = float_of(__shfl_sync(kAllLanes, held[1], block / kFront));
+    wait_for_all_groups_but<kStages - 1>();
+    states.load(States::within(ring + stage, op));
+    const Before before = states.to_floats(op);
+    if (block + kStages * kFront < end) States::copy(ring + stage, next);
+    end_group_of_copies();
+    stage = stage == (kStages - 1) * States::kSlot ? 0 : stage + States::kSlot;
+    const AdamwCompact at = States::advanced(next, -int64_t(kStages * kFront));
     const After after = stepped<true>(before, constants, factors, block < decaying ? 4 : 0);
     const bool ordinary = States::is_ordinary(after) & (block != decaying);  // which may decay in part
     if (__all_sync(kAllLanes, ordinary)) {
-      States::template store<true>(at, after, draws_of(op.rounding, step, quad));
+      states.template store<true>(at, after, draws_of(op.rounding, step, quad));
     } else {
-      States same;
-      same.load(at);
+      states.load(at);
       const int64_t start = int64_t(block) * kStateBlock + 4 * lane_index();
-      const After any = stepped<false>(same.to_floats(op), constants, factors, op.decayed - start);
-      States::template store<false>(at, any, draws_of(op.rounding, step, quad));
+      const After any = stepped<false>(states.to_floats(op), constants, factors, op.decayed - start);
+      states.template store<false>(at, any, draws_of(op.rounding, step, quad));
     }
-    block += kNext;
-    quad += kNext * (kStateBlock / 4);
-    at = advanced(at, blockDim.x / kWarp, 0);  // kNext, but a product is added in one instruction, a constant in two
-    before = states.to_floats(op);
+    if (block == own) {
+      held[0] = states.first.stored;
+      held[1] = states.second.stored;
+    }
+    quad += kFront * (kStateBlock / 4);
+    next = States::advanced(next, front);
   }
+  if (own < end && op.exp_avg.scales != nullptr) op.exp_avg.scales[own] = uint8_t(held[0]);
+  if (own < end && op.exp_avg_sq.scales != nullptr) op.exp_avg_sq.scales[own] = uint8_t(held[1]);
 }
 
 template <bool FIRST_FP8, bool SECOND_FP8, bool SPLIT>
 void launch_kernel(const AdamwCompact& op, CUstream_st* stream) {
   with_dtype(op.gradient_dtype, [&](auto dtype) {
     constexpr auto kernel = adamw_compact_kernel<typename decltype(dtype)::type, FIRST_FP8, SECOND_FP8, SPLIT>;
-    const int64_t blocks = index_of(op.elements / kStateBlock);
-    const int64_t in_grid = blocks_on_chip<kernel>() * (kThreads / kWarp) * kBlocksPerWarp;
-    launch<kernel>(blocks, stream, op, int((blocks + in_grid - 1) / in_grid));
+    const int64_t blocks = index_of(op.elements / kStateBlock), most = kFront * kBlocksPerWarp;
+    launch<kernel>((blocks + most - 1) / most * kFront, stream, op, kGridsForAll);
   });
 }
 

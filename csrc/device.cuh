@@ -221,6 +221,17 @@ __device__ __forceinline__ float computed_once(float x) {
   return x;
 }
 
+// Likewise an address in shared memory.
+__device__ __forceinline__ uint8_t* computed_once(uint8_t* shared) {
+#ifdef __CUDA_ARCH__
+  uint32_t address = uint32_t(__cvta_generic_to_shared(shared));
+  asm volatile("" : "+r"(address));
+  return static_cast<uint8_t*>(__cvta_shared_to_generic(address));
+#else
+  return shared;
+#endif
+}
+
 // Roots of numbers from 2^-100 to 2^100 and quotients of numbers from 2^-60 to 2^60, as sqrtf and / round them: the same
 // instructions, without the branches that other numbers need.
 struct Root {
@@ -364,14 +375,14 @@ __device__ __forceinline__ void store_eight(T* address, const float (&x)[8], boo
 // Asynchronous copies to shared memory (cp.async of the PTX ISA). Groups of copies complete in order, and a lane sees
 // the data of its own copies after waiting for them.
 
-__device__ __forceinline__ void copy_16_bytes(void* shared, const void* address) {
+// 16 bytes pass by the L1 cache; 4 or 8 cannot.
+template <int BYTES>
+__device__ __forceinline__ void copy_bytes(void* shared, const void* address) {
   const uint32_t target = uint32_t(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(address) : "memory");
-}
-
-__device__ __forceinline__ void copy_4_bytes(void* shared, const void* address) {
-  const uint32_t target = uint32_t(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(address) : "memory");
+  if constexpr (BYTES == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(address) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(address), "n"(BYTES) : "memory");
 }
 
 __device__ __forceinline__ void end_group_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

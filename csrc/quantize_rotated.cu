@@ -54,7 +54,7 @@ class StagedTile {
   __device__ static constexpr uint32_t padded(uint32_t quad) { return quad + quad / 8; }
 
   __device__ __forceinline__ void copy(uint32_t quad, const uint4* address) {
-    copy_16_bytes(quads_ + padded(lane_index()) + padded(quad), address);
+    copy_bytes<16>(quads_ + padded(lane_index()) + padded(quad), address);
   }
 
   uint4 quads_[kQuads + kQuads / 8];

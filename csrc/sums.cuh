@@ -111,10 +111,10 @@ class TileSums {
     if (next_tile_ * kWarp < runs_) {
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
-        copy_16_bytes(&stage.quad_at(row_byte(q)), quads_[q]);
+        copy_bytes<16>(&stage.quad_at(row_byte(q)), quads_[q]);
         quads_[q] += addends_.reader.bytes;
       }
-      copy_4_bytes(&stage.scale_words[lane_index()], scale_word_);
+      copy_bytes<4>(&stage.scale_words[lane_index()], scale_word_);
       scale_word_ += addends_.reader.bytes;
       if (--left_ == 0) {
         next_tile_ += step_;
