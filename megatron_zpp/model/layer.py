@@ -219,17 +219,20 @@ class Half(nn.Module):
     def run(self, x: Any, *inputs: Any) -> Any:
         """The only forward pass of a half, in training, compiled and with a cache."""
         x, normed = self.enter(x)
-        made = getattr(self, self.part)(normed, *inputs)
-        added = self.dropout(getattr(self, f"{self.part}_output_norm")(made))
-        return self.leave(x, added if self.multiplier == 1 else self.multiplier * added)
+        return self.leave(x, getattr(self, self.part)(normed, *inputs))
 
     def enter(self, x: Any) -> tuple[Any, Any]:
         """What the half adds to, and its norm: tensors, or what other kernels hand on."""
         return x, getattr(self, f"{self.part}_norm")(x)
 
-    def leave(self, x: Any, added: Tensor) -> Any:
-        """The sum."""
-        return x + added
+    def leave(self, x: Any, made: Tensor) -> Any:
+        """The sum with what the part has made."""
+        return x + self.added(made)
+
+    def added(self, made: Tensor) -> Tensor:
+        """What is added, of what the part has made."""
+        added = self.dropout(getattr(self, f"{self.part}_output_norm")(made))
+        return added if self.multiplier == 1 else self.multiplier * added
 
 
 class Layer(nn.Module):

@@ -21,6 +21,7 @@ from tests.zero.engines import engine_of
 VOCAB, BATCH, LENGTH = 1000, 8, 128
 BF16 = PrecisionConfig(bf16=True)
 LLAMA = variants.LLAMA | {"num_attention_heads": 6, "kv_channels": 64}
+GEMMA = LLAMA | {"swiglu": False, "geglu": True, "norm_placement": "both", "apply_layernorm_1p": True}
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
 IN_CHUNKS = RecomputeConfig(mlp_chunks_for_training=4)
 
@@ -94,6 +95,7 @@ def error(gradient: torch.Tensor, exact: torch.Tensor) -> float:
         pytest.param(LLAMA, id="llama", marks=pytest.mark.gpu_long),
         pytest.param({"unit": "sublayer"}, id="gpt-halves", marks=pytest.mark.gpu_long),
         pytest.param(LLAMA | {"unit": "sublayer"}, id="llama-halves"),
+        pytest.param(GEMMA, id="gemma"),
         pytest.param({"fp32_residual_connection": True}, id="gpt-wide"),
         pytest.param({"recompute": IN_CHUNKS}, id="gpt-chunks"),
     ],

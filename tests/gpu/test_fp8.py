@@ -141,7 +141,7 @@ def test_norms_write_codes(kind: type[nn.LayerNorm | nn.RMSNorm], rows: int, wid
     maxima = torch.zeros(3, device="cuda")
     for summand in (None, added):
         bias = module.bias if isinstance(module, nn.LayerNorm) else None
-        found = _coded_norm(x, summand, module.weight, bias, 1e-5, factors, maxima, True)
+        found = _coded_norm(x, summand, module.weight, bias, 1e-5, 0.0, factors, maxima, True)
         total = x if summand is None else x + summand
         normed = module.float()(total.float())
         module.bfloat16()

@@ -8,7 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_zpp.model.layer import WIDE_NORMS, WideLayerNorm, WideRMSNorm, swiglu
+from megatron_zpp.model.layer import (
+    CENTRED_NORMS,
+    WIDE_NORMS,
+    CentredRMSNorm,
+    WideLayerNorm,
+    WideRMSNorm,
+    geglu,
+    swiglu,
+)
 from megatron_zpp.model.rotary import RotaryEmbedding, Rotation, positions_per_radian
 
 Norm = nn.LayerNorm | nn.RMSNorm
@@ -104,7 +112,7 @@ def test_large_and_special_numbers_go_through_gelu_as_through_torchs() -> None:
 def norms_of(rows: int, width: int, dtype: torch.dtype, kind: type[nn.Module] = nn.LayerNorm) -> Given:
     """x, what is added to it, two biases, and two norms; rows of a mean far from zero among them.
 
-    Wide norms have x in fp32.
+    Wide norms have x in fp32, and so may those with weights around 0.
     """
     draw = torch.Generator("cuda").manual_seed(width)
     x, added = torch.randn(2, rows, width, generator=draw, device="cuda")
@@ -114,7 +122,8 @@ def norms_of(rows: int, width: int, dtype: torch.dtype, kind: type[nn.Module] = 
         parameter.data += 0.2 * torch.randn(width, generator=draw, device="cuda")
     biases = torch.randn(2, width, generator=draw, device="cuda")
     narrow = [part.to(dtype) for part in (added, *biases)]
-    tensors = [x if kind in WIDE_NORMS.values() else x.to(dtype), *narrow]
+    wide = kind in (*WIDE_NORMS.values(), *CENTRED_NORMS.values())
+    tensors = [x if wide else x.to(dtype), *narrow]
     return [part.requires_grad_() for part in tensors], [module.to(dtype) for module in norms]
 
 
@@ -136,6 +145,25 @@ def without_biases(x: Tensor, added: Tensor, before: Tensor, after: Tensor, *nor
     return [torch.stack((normed, total + after, again))]
 
 
+def around_halves(x: Tensor, added: Tensor, before: Tensor, after: Tensor, *norms: Norm) -> list[Tensor]:
+    """Of a model whose halves have a norm before them and one behind."""
+    from megatron_zpp.model.fused.norm import add_normed, norm
+
+    normed, token = norm(x, norms[0])
+    total = add_normed(x, added * normed + before, token, norms[1])
+    return [
+        torch.stack((normed, total + after, add_normed(after + torch.zeros_like(x), normed, None, norms[1])))
+    ]
+
+
+def plain_around_halves(
+    x: Tensor, added: Tensor, before: Tensor, after: Tensor, *norms: Norm
+) -> list[Tensor]:
+    normed = norms[0](x)
+    total = x + norms[1](added * normed + before)
+    return [torch.stack((normed, total + after, after + norms[1](normed)))]
+
+
 def plain_norm(
     x: Tensor, added: Tensor, before: Tensor, after: Tensor, first: Norm, second: Norm
 ) -> list[Tensor]:
@@ -145,10 +173,11 @@ def plain_norm(
 
 
 @pytest.mark.parametrize(
-    ("fused", "kind"),
+    ("fused", "plain", "kind"),
     [
-        *((fused_norm, kind) for kind in (nn.LayerNorm, WideLayerNorm)),
-        *((without_biases, kind) for kind in (nn.LayerNorm, nn.RMSNorm, WideRMSNorm)),
+        *((fused_norm, plain_norm, kind) for kind in (nn.LayerNorm, WideLayerNorm)),
+        *((without_biases, plain_norm, kind) for kind in (nn.LayerNorm, nn.RMSNorm, WideRMSNorm)),
+        *((around_halves, plain_around_halves, kind) for kind in (nn.LayerNorm, CentredRMSNorm)),
     ],
 )
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (700, 1000), (4096, 2048), (1500, 2560), (300, 12288)])
@@ -158,10 +187,11 @@ def test_norms(
     width: int,
     dtype: torch.dtype,
     fused: Callable[..., list[Tensor]],
+    plain: Callable[..., list[Tensor]],
     kind: type[nn.Module],
     compiles: bool,
 ) -> None:
-    check(fused, plain_norm, norms_of(rows, width, dtype, kind), compiles, roundings=1)
+    check(fused, plain, norms_of(rows, width, dtype, kind), compiles, roundings=1)
 
 
 @pytest.mark.parametrize("path", [0, 1, 2])
@@ -181,13 +211,16 @@ def test_no_gradient_is_lost_where_only_one_path_is_used(path: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "compiles"), FORMATS)
 @pytest.mark.parametrize(("rows", "inner"), [(1, 8), (700, 1000), (4096, 8192)])
-def test_swiglu(rows: int, inner: int, dtype: torch.dtype, compiles: bool) -> None:
-    from megatron_zpp.model.fused.swiglu import swiglu as fused
+@pytest.mark.parametrize("plain", [swiglu, geglu])
+def test_gates(
+    plain: Callable[[Tensor], Tensor], rows: int, inner: int, dtype: torch.dtype, compiles: bool
+) -> None:
+    from megatron_zpp.model.fused.gates import gated
 
     draw = torch.Generator("cuda").manual_seed(inner)  # the errors of few elements vary by more than twice
     x = 3 * torch.randn(2, rows, 2 * inner, generator=draw, device="cuda")
     given = [x.to(dtype).requires_grad_()], []
-    check(lambda x: [fused(x)], lambda x: [swiglu(x)], given, compiles)
+    check(lambda x: [gated(x, plain is geglu)], lambda x: [plain(x)], given, compiles)
 
 
 @pytest.mark.parametrize(("dtype", "compiles"), FORMATS)
@@ -233,11 +266,12 @@ def test_rotation(
 
 def test_gates_of_any_size() -> None:
     """Where the sigmoid is 0 or 1, and what is not finite stays so."""
-    from megatron_zpp.model.fused.swiglu import swiglu as fused
+    from megatron_zpp.model.fused.gates import gated
 
     gates = torch.tensor([-torch.inf, -1e30, -300.0, -100.0, -90.0, 0.0, 90.0, 300.0, 1e30, torch.nan])
     x = torch.stack([gates, torch.full_like(gates, 2.0)]).flatten()[None, None].cuda().requires_grad_()
     given, ones = ([x], []), [torch.ones(1, 1, len(gates), device="cuda")]
-    found, expected = (results(lambda x, kind=kind: [kind(x)], given, ones) for kind in (fused, swiglu))
+    kinds = (lambda x: gated(x, False)), swiglu
+    found, expected = (results(lambda x, kind=kind: [kind(x)], given, ones) for kind in kinds)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-30, equal_nan=True)

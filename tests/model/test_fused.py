@@ -64,16 +64,16 @@ def rotations(joins: bool) -> str:
 
 
 def gates(name: str) -> str:
-    from megatron_zpp.model.fused import swiglu
+    from megatron_zpp.model.fused import gates
 
-    return assembly(getattr(swiglu, name), BLOCK=2048, num_warps=8)
+    return "".join(assembly(getattr(gates, name), GELU=gelu, **gates._PROGRAM) for gelu in (False, True))
 
 
 def norm() -> str:
     from megatron_zpp.model.fp8.kernels import coded_norm
     from megatron_zpp.model.fused.norm import _shape
 
-    return assembly(coded_norm._coded_norm_kernel, ADDS=True, CENTRED=False, **_shape(2048))
+    return assembly(coded_norm._coded_norm_kernel, ADDS=True, CENTRED=False, OFFSET=0.0, **_shape(2048))
 
 
 def encoded() -> str:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from megatron_zpp.model.fused import linear as fused_linear
 from megatron_zpp.model.fused import norm as fused_norm
 from megatron_zpp.model.fused import rotary as fused_rotary
-from megatron_zpp.model.fused import swiglu as fused_swiglu
+from megatron_zpp.model.fused.gates import gated
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layer import MLP, Attention, Half, Layer, gelu, swiglu
+from megatron_zpp.model.layer import MLP, Attention, Half, Layer, geglu, gelu, swiglu
 from megatron_zpp.model.rotary import Rotation
 
 
 class Residual(NamedTuple):
-    """What the first half of a layer hands to the second: x + added, which the norm's kernel sums.
+    """What a half, or the first one and the second, adds to: x + added, which a norm's kernel sums.
 
     `token` is that of x's norm: x has its gradient through it.
     """
@@ -57,8 +57,8 @@ class FusedMLP(MLP):
 
     def activate(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            if self.activation is swiglu:
-                return fused_swiglu.swiglu(self.input(x))
+            if self.activation in (swiglu, geglu):
+                return gated(self.input(x), self.activation is geglu)
             if self.follows_bias:
                 return fused_linear.gelu_of_linear(x, self.input)
         return super().activate(x)
@@ -76,12 +76,12 @@ class FusedFirstHalf(Half):
         normed, token = fused_norm.norm(x, self.attention_norm)
         return Residual(x, token), normed
 
-    def leave(self, x: Tensor | Residual, added: Tensor) -> Tensor | Residual:
+    def leave(self, x: Tensor | Residual, made: Tensor) -> Tensor | Residual:
         if not isinstance(x, Residual):
-            return super().leave(x, added)
+            return super().leave(x, made)
         output = self.attention.output
         sums_bias = isinstance(output, fused_linear.LinearIntoSum)
-        return x._replace(added=added, bias=output.bias if sums_bias else None)
+        return x._replace(added=self.added(made), bias=output.bias if sums_bias else None)
 
 
 class FusedSecondHalf(Half):
@@ -98,11 +98,32 @@ class FusedSecondHalf(Half):
         return fused_norm.add_norm(x.x, x.added, x.token, self.mlp_norm, biases)
 
 
+class NormedHalf(Half):
+    """A half with a norm of what it has made, whose kernel makes the residual sum too."""
+
+    def enter(self, x: Tensor) -> tuple[Tensor | Residual, Any]:
+        before = getattr(self, f"{self.part}_norm")
+        if not torch.compiler.is_compiling() or isinstance(before, nn.Identity):
+            return super().enter(x)
+        normed, token = self.normalize(x, before)
+        return Residual(x, token), normed
+
+    def normalize(self, x: Tensor, norm: Any) -> tuple[Any, Tensor]:
+        """The norm before the part, and its token."""
+        return fused_norm.norm(x, norm)
+
+    def leave(self, x: Tensor | Residual, made: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            return super().leave(x, made)
+        x, token = (x.x, x.token) if isinstance(x, Residual) else (x, None)
+        return fused_norm.add_normed(x, made, token, getattr(self, f"{self.part}_output_norm"))
+
+
 def fuse(model: GPT) -> None:
     """Give kernels to the modules of a model; plain torch stays where no kernel serves.
 
-    The norms' kernels join the residual sum of one half with the norm of the other, which only a graph of a
-    whole layer can do: layers in halves have torch's norms.
+    Where halves add what they make without a norm, the norms' kernels join the residual sum of one half with
+    the norm of the other, which only a graph of a whole layer can do: such layers in halves have torch's.
     """
     for layer in model.layers:
         attention, mlp = layer.attention, layer.mlp
@@ -111,6 +132,10 @@ def fuse(model: GPT) -> None:
         assert isinstance(mlp, FusedMLP)
         attention.joins_heads = fused_linear.serves(attention.qkv) and attention.groups == attention.heads
         mlp.follows_bias = fused_linear.serves(mlp.input) and mlp.activation is gelu
+        if norms_outputs(layer):
+            for half in layer.halves:
+                half.__class__ = NormedHalf
+            continue
         norms = fuses_norms(layer)
         maps = attention.output, mlp.output, attention.qkv, mlp.input
         # Whether the output of attention is added to the residual stream as it is.
@@ -121,6 +146,14 @@ def fuse(model: GPT) -> None:
             attention.output.__class__ = mlp.output.__class__ = fused_linear.LinearIntoSum
         if norms:
             layer.halves[0].__class__, layer.halves[1].__class__ = FusedFirstHalf, FusedSecondHalf
+
+
+def norms_outputs(layer: Layer) -> bool:
+    """Whether halves add norms of what they make to the residual stream, and kernels serve all norms."""
+    after = (layer.attention_output_norm, layer.mlp_output_norm)
+    before = [norm for norm in (layer.attention_norm, layer.mlp_norm) if not isinstance(norm, nn.Identity)]
+    plain = all(type(half) is Half and half.multiplier == 1 for half in layer.halves) and layer.dropout.p == 0
+    return plain and all(map(fused_norm.serves, (*after, *before)))
 
 
 def fuses_norms(layer: Layer) -> bool:

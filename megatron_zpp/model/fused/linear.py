@@ -8,7 +8,6 @@ tanh(u), as x · sigmoid(2u): the compiler's tanh takes so many instructions tha
 memory is.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -18,14 +17,11 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.fused.math import LOG2_E, exp2, reciprocal
-from megatron_zpp.model.fused.swiglu import save_first
+from megatron_zpp.model.fused.math import GELU_CUBIC, GELU_SLOPE, LOG2_E, exp2, reciprocal
 
-_SLOPE = 2 * math.sqrt(2 / math.pi)
-_CUBIC = 0.044715 * _SLOPE
 _ROWS, _COLUMNS, _WARPS = 16, 256, 8  # of a program at a time: 16 elements a thread
 # The same for kernels.
-SLOPE, CUBIC, ROWS, COLUMNS = map(tl.constexpr, (_SLOPE, _CUBIC, _ROWS, _COLUMNS))
+ROWS, COLUMNS = map(tl.constexpr, (_ROWS, _COLUMNS))
 _PROGRAMS = 4  # on each multiprocessor
 
 
@@ -58,7 +54,7 @@ def heads_of_linear(x: Tensor, linear: nn.Linear, heads: int, width: int) -> tup
 def _gelu(x: Tensor, bias: Tensor) -> Tensor:
     """Of x, which has `bias` already."""
     wide = x.float()
-    return (wide * torch.sigmoid(wide * (_SLOPE + _CUBIC * wide * wide))).to(x.dtype)
+    return (wide * torch.sigmoid(wide * (GELU_SLOPE.value + GELU_CUBIC.value * wide * wide))).to(x.dtype)
 
 
 @triton_op("megatron_zpp_model::gelu_backward", mutates_args={})
@@ -98,13 +94,17 @@ def _grid(x: Tensor, rows: int, width: int) -> tuple[int, int]:
     return columns, max(1, min(triton.cdiv(rows, _ROWS), _PROGRAMS * processors // columns))
 
 
+def _save_x(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
 def _of_gelu(ctx: Any, of_out: Tensor) -> tuple[Tensor, Tensor]:
     (x,) = ctx.saved_tensors
     of_x, of_bias = _gelu_backward(of_out.contiguous(), x)
     return of_x, of_bias.to(x.dtype)
 
 
-_gelu.register_autograd(_of_gelu, setup_context=save_first)
+_gelu.register_autograd(_of_gelu, setup_context=_save_x)
 
 
 class _Heads(torch.autograd.Function):
@@ -138,9 +138,9 @@ def _gelu_backward_kernel(
         inside = (row[:, None] < rows) & (columns[None, :] < width)
         x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
         of_out = tl.load(of_out_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        square = CUBIC * x * x
-        gate = reciprocal(1 + exp2(x * (SLOPE + square) * -LOG2_E))
-        gradient = of_out * gate * (1 + x * (1 - gate) * (SLOPE + 3 * square))
+        square = GELU_CUBIC * x * x
+        gate = reciprocal(1 + exp2(x * (GELU_SLOPE + square) * -LOG2_E))
+        gradient = of_out * gate * (1 + x * (1 - gate) * (GELU_SLOPE + 3 * square))
         sums += gradient
         tl.store(gradient_ptr + at, gradient, mask=inside)
     place = sums_ptr + tl.program_id(1) * width + columns

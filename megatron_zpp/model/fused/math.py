@@ -1,9 +1,14 @@
-"""Functions of fp32 that are one instruction each; what is below 1e-38 is 0 to them."""
+"""Functions of fp32 whose exponentials and reciprocals are one instruction each; below 1e-38 is 0 to them."""
+
+import math
 
 import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+# GELU by tanh is x times the sigmoid of x (GELU_SLOPE + GELU_CUBIC x²).
+GELU_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
+GELU_CUBIC = tl.constexpr(0.044715 * 2 * math.sqrt(2 / math.pi))
 
 
 @triton.jit

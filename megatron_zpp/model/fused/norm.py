@@ -1,4 +1,4 @@
-"""LayerNorm or RMSNorm and the residual sum before it, as operators that torch.compile takes into its graphs.
+"""LayerNorm or RMSNorm and the residual sum beside it, as operators that torch.compile takes into its graphs.
 
 Shapes: B batch, T tokens, D hidden size, R = B · T rows, P programs of a backward.
 
@@ -15,15 +15,15 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.layer import WideLayerNorm, WideRMSNorm
+from megatron_zpp.model.layer import CENTRED_NORMS, WIDE_NORMS
 
 LARGEST = 16384  # elements of a row, which a program has in registers
-_SERVED = (nn.LayerNorm, nn.RMSNorm, WideLayerNorm, WideRMSNorm)
+_SERVED = (nn.LayerNorm, nn.RMSNorm, *WIDE_NORMS.values(), *CENTRED_NORMS.values())
 _ELEMENTS, _PROGRAMS = 6144, 5  # of a backward on a multiprocessor at a time: its registers are full then
 
 
 def serves(module: nn.Module) -> bool:
-    """Return whether `norm` and `add_norm` can take the place of the module."""
+    """Return whether kernels can take the place of the module."""
     # Not isinstance: a subclass may compute something else.
     return type(module) in _SERVED and module.get_parameter("weight").numel() <= LARGEST
 
@@ -33,7 +33,7 @@ def norm(x: Tensor, module: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor]:
 
     The norm has the format of its weights. The token has the shape of x and no contents.
     """
-    token, normed, _, _ = _norm(x, None, None, module.weight, bias_of(module), [], module.eps)
+    token, normed, _, _ = _norm(x, None, None, *_settings(module), [])
     return normed, token
 
 
@@ -49,14 +49,30 @@ def add_norm(
     `biases`, each (D), have their gradients here: one that `added` has in it, and one that has been added to
     what the sum becomes, which is used nowhere else. Only a LayerNorm takes them.
     """
-    weight, bias, eps = module.weight, bias_of(module), module.eps
-    total, normed, _, _ = _norm(x.detach(), added, token, weight, bias, list(biases), eps)
+    total, normed, _, _ = _norm(x.detach(), added, token, *_settings(module), list(biases))
     return total, normed
+
+
+def add_normed(x: Tensor, made: Tensor, token: Tensor | None, module: nn.LayerNorm | nn.RMSNorm) -> Tensor:
+    """x + the norm of what was `made`, (B, T, D); with a `token` x has its gradient through it."""
+    total, _, _ = _add_normed(
+        x if token is None else x.detach(), made.contiguous(), token, *_settings(module)
+    )
+    return total
+
+
+def _settings(module: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor | None, Any, float]:
+    return module.weight, bias_of(module), module.eps, offset_of(module)
 
 
 def bias_of(module: nn.LayerNorm | nn.RMSNorm) -> Tensor | None:
     """An RMSNorm has none."""
     return module.bias if isinstance(module, nn.LayerNorm) else None
+
+
+def offset_of(module: nn.LayerNorm | nn.RMSNorm) -> float:
+    """What is added to the weights."""
+    return getattr(module, "offset", 0.0)
 
 
 @triton_op("megatron_zpp_model::norm", mutates_args={})
@@ -66,8 +82,9 @@ def _norm(
     token: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
-    biases: list[Tensor],
     eps: float,
+    offset: float,
+    biases: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The sum with `added`, or without it a token; the norm, the mean and 1 / deviation."""
     adds, width = added is not None, x.shape[-1]
@@ -81,9 +98,34 @@ def _norm(
         *(normed, mean, rstd, width, eps),
         ADDS=adds,
         CENTRED=bias is not None,
+        OFFSET=offset,
         **_shape(width),
     )
     return total, normed, mean, rstd
+
+
+@triton_op("megatron_zpp_model::add_normed", mutates_args={})
+def _add_normed(
+    x: Tensor,
+    made: Tensor,
+    token: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum of x and the norm of `made`; the mean and 1 / deviation."""
+    width = x.shape[-1]
+    total = torch.empty_like(x)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+    mean = rstd.new_empty(0) if bias is None else torch.empty_like(rstd)
+    wrap_triton(_add_normed_kernel)[(rstd.numel(),)](
+        *(x, made, weight, weight if bias is None else bias, total, mean, rstd, width, eps),
+        CENTRED=bias is not None,
+        OFFSET=offset,
+        **_shape(width),
+    )
+    return total, mean, rstd
 
 
 def without_contents(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -93,9 +135,16 @@ def without_contents(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @triton_op("megatron_zpp_model::norm_backward", mutates_args={})
 def _norm_backward(
-    of_normed: Tensor, of_x: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor, sums: int
+    of_normed: Tensor,
+    of_x: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    offset: float,
+    sums: int,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x, with `of_x` that it has otherwise, and of weight and bias (2, D) fp32.
+    """The gradients of x, with `of_x` that it may have otherwise, and of weight and bias (2, D) fp32.
 
     With one sum (RMSNorm) there is no bias (1, D). With 4 sums those of the gradient of x and of `of_x` along
     the rows come after them (4, D).
@@ -107,7 +156,20 @@ def _norm_backward(
     gradient = torch.empty_like(x)
     parts = torch.empty(programs, sums, width, dtype=torch.float32, device=x.device)
     wrap_triton(_backward_kernel)[(programs,)](
-        *(of_normed, of_x, x, weight, mean, rstd, gradient, parts, rows, width),
+        *(
+            of_normed,
+            of_normed if of_x is None else of_x,
+            x,
+            weight,
+            mean,
+            rstd,
+            gradient,
+            parts,
+            rows,
+            width,
+        ),
+        ADDS=of_x is not None,
+        OFFSET=offset,
         SUMS=sums,
         **shape,
     )
@@ -121,7 +183,7 @@ def _shape(width: int, fewest: int = 1) -> dict[str, int]:
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    (x, added, _, weight, bias, biases, _), (total, _, mean, rstd) = inputs, output
+    (x, added, _, weight, bias, _, ctx.offset, biases), (total, _, mean, rstd) = inputs, output
     ctx.added = None if added is None else added.dtype
     ctx.save_for_backward(x if added is None else total, weight, mean, rstd)
     ctx.sums = 1 if bias is None else 2 + len(biases)
@@ -133,15 +195,35 @@ def gradients(
     """Those of `_norm`'s arguments, from the gradients of the sum or token and of the norm."""
     x, weight, mean, rstd = ctx.saved_tensors
     of_x, sums = _norm_backward(
-        of_normed.contiguous(), of_total.contiguous(), x, weight, mean, rstd, ctx.sums
+        of_normed.contiguous(), of_total.contiguous(), x, weight, mean, rstd, ctx.offset, ctx.sums
     )
     of_weight, *others = sums.to(weight.dtype).unbind()
     of_bias, of_biases = (others[0], others[1:]) if others else (None, [])
     summands = (of_x, None, None) if ctx.added is None else (None, of_x.to(ctx.added), of_x)
-    return *summands, of_weight, of_bias, of_biases, None
+    return *summands, of_weight, of_bias, None, None, of_biases
 
 
 _norm.register_autograd(gradients, setup_context=_save)
+
+
+def _save_made(ctx: Any, inputs: tuple, output: tuple) -> None:
+    (_, made, token, weight, bias, _, ctx.offset), (_, mean, rstd) = inputs, output
+    ctx.save_for_backward(made, weight, mean, rstd)
+    ctx.sums, ctx.through_token = 1 if bias is None else 2, token is not None
+
+
+def _of_add_normed(ctx: Any, of_total: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    """As `gradients`, of `_add_normed`."""
+    made, weight, mean, rstd = ctx.saved_tensors
+    of_made, sums = _norm_backward(
+        of_total.contiguous(), None, made, weight, mean, rstd, ctx.offset, ctx.sums
+    )
+    of_weight, *others = sums.to(weight.dtype).unbind()
+    of_x, of_token = (None, of_total) if ctx.through_token else (of_total, None)
+    return of_x, of_made, of_token, of_weight, others[0] if others else None, None, None
+
+
+_add_normed.register_autograd(_of_add_normed, setup_context=_save_made)
 
 
 @triton.jit
@@ -159,6 +241,7 @@ def normalise(
     eps,
     ADDS: tl.constexpr,
     CENTRED: tl.constexpr,
+    OFFSET: tl.constexpr,  # of the weights
 ):
     """The norm of a row in fp32; the sum and statistics are stored.
 
@@ -180,7 +263,10 @@ def normalise(
         tl.store(mean_ptr + row, mean)
     eps = tl.cast(eps, tl.float32)  # torch.compile passes fp64
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
-    normed = centred * rstd * tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if OFFSET != 0:
+        weight += OFFSET
+    normed = centred * rstd * weight
     if CENTRED:
         normed += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(rstd_ptr + row, rstd)
@@ -201,16 +287,43 @@ def _forward_kernel(
     eps,
     ADDS: tl.constexpr,
     CENTRED: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     # fmt: off
     normed = normalise(
         x_ptr, added_ptr, weight_ptr, bias_ptr, total_ptr, mean_ptr, rstd_ptr, row, columns, width, eps,
-        ADDS, CENTRED,
+        ADDS, CENTRED, OFFSET,
     )
     # fmt: on
     tl.store(normed_ptr + row * width + columns, normed, mask=columns < width)
+
+
+@triton.jit
+def _add_normed_kernel(
+    x_ptr,  # (R, D), as are made and total
+    made_ptr,
+    weight_ptr,
+    bias_ptr,
+    total_ptr,
+    mean_ptr,
+    rstd_ptr,
+    width,
+    eps,
+    CENTRED: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    at, inside = row * width + columns, columns < width
+    # fmt: off
+    normed = normalise(
+        made_ptr, made_ptr, weight_ptr, bias_ptr, made_ptr, mean_ptr, rstd_ptr, row, columns, width, eps,
+        False, CENTRED, OFFSET,
+    )
+    # fmt: on
+    tl.store(total_ptr + at, tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) + normed, mask=inside)
 
 
 @triton.jit
@@ -225,6 +338,8 @@ def _backward_kernel(
     sums_ptr,  # (P, SUMS, D) fp32
     rows,
     width,
+    ADDS: tl.constexpr,  # of_x
+    OFFSET: tl.constexpr,
     SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -239,7 +354,9 @@ def _backward_kernel(
     at = program * stride + columns
     next_x = tl.load(x_ptr + at, mask=inside, other=0.0)
     next_of_normed = tl.load(of_normed_ptr + at, mask=inside, other=0.0)
-    next_of_x = tl.load(of_x_ptr + at, mask=inside, other=0.0)
+    next_of_x = next_of_normed
+    if ADDS:
+        next_of_x = tl.load(of_x_ptr + at, mask=inside, other=0.0)
     for row in range(program, rows, programs):
         at = row * stride + columns
         x, of_normed, of_x = next_x, next_of_normed, next_of_x
@@ -248,9 +365,12 @@ def _backward_kernel(
         there = columns < tl.where(row + programs < rows, width, 0)
         next_x = tl.load(x_ptr + following, mask=there, other=0.0)
         next_of_normed = tl.load(of_normed_ptr + following, mask=there, other=0.0)
-        next_of_x = tl.load(of_x_ptr + following, mask=there, other=0.0)
+        if ADDS:
+            next_of_x = tl.load(of_x_ptr + following, mask=there, other=0.0)
         x, of_normed, of_x = x.to(tl.float32), of_normed.to(tl.float32), of_x.to(tl.float32)
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)  # no room to keep it
+        if OFFSET != 0:
+            weight += OFFSET
         rstd = tl.load(rstd_ptr + row)
         normalised = x * rstd
         if SUMS > 1:
@@ -261,7 +381,9 @@ def _backward_kernel(
         if SUMS > 1:
             of_bias += of_normed
             scaled -= tl.sum(scaled, axis=0) / width
-        gradient = of_x + (scaled - normalised * along) * rstd
+        gradient = (scaled - normalised * along) * rstd
+        if ADDS:
+            gradient += of_x
         tl.store(gradient_ptr + at, gradient, mask=inside)
         if SUMS == 4:
             of_before += gradient

@@ -34,6 +34,17 @@ class CodedMLP(blocks.FusedMLP):
         return coded_mlp.coded_mlp(self, x) if torch.compiler.is_compiling() else super().forward(x)
 
 
+class CodedNormedHalf(blocks.NormedHalf):
+    """A half with a norm of what it has made, whose norm before the part is codes."""
+
+    attention: CodedAttention
+    mlp: blocks.FusedMLP
+
+    def normalize(self, x: Tensor, norm: Any) -> tuple[Any, Tensor]:
+        reader: Any = self.attention.qkv if self.part == "attention" else self.mlp.input
+        return coded_norm.coded_norm(x, norm, reader)
+
+
 class CodedFirstHalf(blocks.FusedFirstHalf):
     """The half of attention whose norm is codes."""
 
@@ -68,5 +79,8 @@ def fuse(model: GPT) -> None:
         if not all(type(reader) is DelayedLinear for reader in (attention.qkv, mlp.input)):
             continue
         attention.__class__ = CodedAttention
-        if blocks.fuses_norms(layer):
+        if blocks.norms_outputs(layer):
+            for half in layer.halves:
+                half.__class__ = CodedNormedHalf
+        elif blocks.fuses_norms(layer):
             layer.halves[0].__class__, layer.halves[1].__class__ = CodedFirstHalf, CodedSecondHalf

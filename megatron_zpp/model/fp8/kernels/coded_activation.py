@@ -5,8 +5,6 @@ programs along the rows. The first map's outputs come without its bias, which is
 of fp32 numbers: what a program computes is not rounded to the format of the compute first.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -24,10 +22,8 @@ from megatron_zpp.model.fp8.kernels.cast import (
     store_turned,
     tile,
 )
-from megatron_zpp.model.fused.math import LOG2_E, exp2, reciprocal
+from megatron_zpp.model.fused.math import GELU_CUBIC, GELU_SLOPE, LOG2_E, exp2, reciprocal
 
-_SLOPE = tl.constexpr(2 * math.sqrt(2 / math.pi))
-_CUBIC = tl.constexpr(0.044715 * 2 * math.sqrt(2 / math.pi))
 _INPUT, _GRADIENT = tl.constexpr(INPUT), tl.constexpr(GRADIENT)
 
 
@@ -106,7 +102,7 @@ def _row(
         up = _load(x_ptr + width, bias_up, at, inside, 0.0, BIASED)
         out = gate * reciprocal(1 + exp2(gate * -LOG2_E)) * up
     else:
-        out = gate * reciprocal(1 + exp2(gate * (-LOG2_E * _SLOPE - LOG2_E * _CUBIC * (gate * gate))))
+        out = gate * reciprocal(1 + exp2(gate * (-LOG2_E * GELU_SLOPE - LOG2_E * GELU_CUBIC * (gate * gate))))
     scaled, sizes = encode(out, factor)
     out_at = row.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(by_rows_ptr + out_at, scaled, mask=inside)
@@ -191,8 +187,8 @@ def _gradient_row(
         of_up = of_out * gate * share
     else:
         square = gate * gate
-        share = reciprocal(1 + exp2(gate * (-LOG2_E * _SLOPE - LOG2_E * _CUBIC * square)))
-        of_gate = of_out * share * (1 + (gate - gate * share) * (_SLOPE + 3 * _CUBIC * square))
+        share = reciprocal(1 + exp2(gate * (-LOG2_E * GELU_SLOPE - LOG2_E * GELU_CUBIC * square)))
+        of_gate = of_out * share * (1 + (gate - gate * share) * (GELU_SLOPE + 3 * GELU_CUBIC * square))
         of_up = of_gate
     scaled, sizes = encode(of_gate, factor)
     tl.store(by_rows_ptr + at, scaled, mask=inside)

@@ -18,7 +18,14 @@ from torch.library import triton_op, wrap_triton
 from megatron_zpp.model.fp8.cast import INPUT
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fp8.kernels.cast import encode, keep_maximum, outputs, turn
-from megatron_zpp.model.fused.norm import _shape, bias_of, gradients, normalise, without_contents
+from megatron_zpp.model.fused.norm import (
+    _shape,
+    bias_of,
+    gradients,
+    normalise,
+    offset_of,
+    without_contents,
+)
 
 _KIND = tl.constexpr(INPUT)
 
@@ -46,7 +53,7 @@ def _apply(
 ) -> tuple[Tensor, CodedInput]:
     product, columns = linear.product, torch.is_grad_enabled()
     total, carrier, codes, turned = _CodedNorm.apply(
-        *(x, added, token, module.weight, bias_of(module), module.eps),
+        *(x, added, token, module.weight, bias_of(module), module.eps, offset_of(module)),
         *(product.factors, product.maxima, columns),
     )
     return total, CodedInput(carrier, codes, turned)
@@ -64,12 +71,14 @@ class _CodedNorm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
+        offset: float,
         factors: Tensor,
         maxima: Tensor,
         columns: bool,
     ) -> tuple[Tensor, ...]:
-        total, mean, rstd, codes, turned = _coded_norm(x, added, weight, bias, eps, factors, maxima, columns)
-        ctx.added = None if added is None else added.dtype
+        settings = weight, bias, eps, offset
+        total, mean, rstd, codes, turned = _coded_norm(x, added, *settings, factors, maxima, columns)
+        ctx.added, ctx.offset = None if added is None else added.dtype, offset
         ctx.save_for_backward(x if added is None else total, weight, mean, rstd)
         ctx.sums = 1 if bias is None else 2
         ctx.mark_non_differentiable(codes, turned)
@@ -79,7 +88,7 @@ class _CodedNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_total: Tensor, of_normed: Tensor, *_: Tensor) -> tuple[Any, ...]:
-        return *gradients(ctx, of_total, of_normed)[:5], None, None, None, None
+        return *gradients(ctx, of_total, of_normed)[:7], None, None, None
 
 
 @triton_op("megatron_zpp_model::coded_norm", mutates_args={"maxima"})
@@ -89,6 +98,7 @@ def _coded_norm(
     weight: Tensor,
     bias: Tensor | None,
     eps: float,
+    offset: float,
     factors: Tensor,
     maxima: Tensor,
     columns: bool,
@@ -109,6 +119,7 @@ def _coded_norm(
         *(total, mean, rstd, factors, maxima, codes, width, eps),
         ADDS=adds,
         CENTRED=centred,
+        OFFSET=offset,
         **_shape(width),
     )
     if columns:
@@ -132,13 +143,14 @@ def _coded_norm_kernel(
     eps,
     ADDS: tl.constexpr,
     CENTRED: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row, columns = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     # fmt: off
     normed = normalise(
         x_ptr, added_ptr, weight_ptr, bias_ptr, total_ptr, mean_ptr, rstd_ptr, row, columns, width, eps,
-        ADDS, CENTRED,
+        ADDS, CENTRED, OFFSET,
     )
     # fmt: on
     scaled, sizes = encode(normed, tl.load(factors_ptr + 4 * _KIND))
