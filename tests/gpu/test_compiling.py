@@ -21,7 +21,7 @@ from tests.zero.engines import engine_of
 VOCAB, BATCH, LENGTH = 1000, 8, 128
 BF16 = PrecisionConfig(bf16=True)
 LLAMA = variants.LLAMA | {"num_attention_heads": 6, "kv_channels": 64}
-GEMMA = LLAMA | {"swiglu": False, "geglu": True, "norm_placement": "both", "apply_layernorm_1p": True}
+GEMMA = variants.GEMMA | {"num_attention_heads": 6, "kv_channels": 64}
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
 IN_CHUNKS = RecomputeConfig(mlp_chunks_for_training=4)
 

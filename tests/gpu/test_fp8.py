@@ -16,7 +16,7 @@ from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.gpu import steady
 from tests.model.test_fp8 import check_products
-from tests.model.variants import MODELS, flags_of
+from tests.model.variants import GEMMA, MODELS, flags_of
 
 DELAYED = "--fp8 --fp8-recipe delayed"
 HELD = f"{DELAYED} --fp8-param-gather"
@@ -209,10 +209,12 @@ def check_steady(engine: ZeroEngine) -> None:
 
 
 @needs_fp8
-@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.gpu_long)])
+@pytest.mark.parametrize(
+    "model", ["gpt2", *(pytest.param(name, marks=pytest.mark.gpu_long) for name in ("llama", "gemma"))]
+)
 def test_recipes_learn_alike_and_a_step_does_not_wait(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Compiled; and with delayed scaling the layers are compiled once, after the first step."""
-    more = flags_of(MODELS[model])
+    more = flags_of((MODELS | {"gemma": GEMMA})[model])
     curves = [plain := losses_of(engine_of("", *more))]
     for recipe in ("--fp8", DELAYED, HELD):
         capsys.readouterr()

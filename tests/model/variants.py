@@ -12,6 +12,12 @@ LLAMA: dict[str, Any] = {  # of 4 heads, or a multiple of 2
     "group_query_attention": True,
     "num_query_groups": 2,
 }
+GEMMA: dict[str, Any] = {
+    **{name: value for name, value in LLAMA.items() if name != "swiglu"},
+    "geglu": True,
+    "norm_placement": "both",
+    "apply_layernorm_1p": True,
+}
 SCORES = {"position_embedding_type": "alibi", "softmax_type": "learnable", "attn_logit_softcapping": 1.0}
 WINDOWS = {"window_size": "6,0", "window_attn_skip_freq": "2"}  # every second layer has none
 MODELS: dict[str, dict[str, Any]] = {"gpt2": {}, "llama": LLAMA}
