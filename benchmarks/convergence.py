@@ -369,12 +369,12 @@ def print_rungs() -> None:
 
 def _prepare(device: str, threads: int) -> None:
     """Starts a process of the pool."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without which torch refuses
     import torch
 
+    from megatron_zpp.train.setup.determinism import fix_order_of_sums
+
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # not in stubs
+    fix_order_of_sums(os.environ)
     if device == "cuda":
         torch.cuda.init()
 

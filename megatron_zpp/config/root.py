@@ -91,6 +91,7 @@ class Config:
         if self.optimizer.fused_backend == "apex" and (beyond := self.beyond_apex):
             raise beyond[0][0].error(beyond[0][1], "needs --fused-backend torch")
         self._check_auto()
+        self._check_order_of_sums()
         dtype, coded = precision.compute_dtype("cuda"), precision.fp8_param_gather
         if model.fp32_residual_connection and not (precision.bf16 or precision.fp16):
             raise model.error("fp32_residual_connection", "needs --bf16 or --fp16; in fp32 it always is")
@@ -159,6 +160,15 @@ class Config:
             raise self.plan.error(
                 "plan_link_gbit", f"needs --dry-run, --zero-stage {AUTO} or --micro-batch-size {AUTO}"
             )
+
+    def _check_order_of_sums(self) -> None:
+        """Refuse attention whose backward sums in no fixed order where --deterministic-mode asks for one."""
+        cudnn = "its backward sums in no fixed order"
+        flash3 = "not all its releases sum in a fixed order when they are told to"
+        reasons = {"cudnn": cudnn, "fused": cudnn, "flash3": flash3}
+        if self.training.deterministic_mode and (reason := reasons.get(self.attention.attention_backend)):
+            fix = f"contradicts --deterministic-mode: {reason}; use auto or flash"
+            raise self.attention.error("attention_backend", fix)
 
     def needed_splits(self) -> tuple[str, ...]:
         """Return the splits that the run reads: train; if it evaluates, valid, and test if it has data."""

@@ -46,6 +46,9 @@ class TrainingConfig(Options):
         at_most=_LONGEST**2,
     )
     seed: int = option(1234, "Seed of initial weights, data order and dropout.", at_least=0, below=2**63)
+    deterministic_mode: bool = switch(
+        "Sum in a fixed order on GPUs too, so that equal runs on equal ranks have equal bits. Slower."
+    )
     calculate_per_token_loss: bool = switch(
         "Loss and gradient are means over all tokens of a global batch that count, not means over "
         "micro-batches of means over tokens. Differs with --eod-mask-loss and best-fit packing."

@@ -52,12 +52,19 @@ def waits_are_errors() -> Iterator[None]:
 
 
 def assert_steady(step: Callable[[], None], warmup: int) -> None:
-    """After so many steps five more neither wait nor ask CUDA for memory."""
+    """After so many steps no step waits, and five or the next five ask CUDA for no memory.
+
+    There are two tries because what earlier tests left to the caching allocator decides when it has enough.
+    """
     for _ in range(warmup):
         step()
-    torch.cuda.synchronize()
-    mallocs = torch.cuda.memory_stats()["num_device_alloc"]
-    with waits_are_errors():
-        for _ in range(5):
-            step()
-    assert torch.cuda.memory_stats()["num_device_alloc"] == mallocs
+    asked = []
+    for _ in range(2):
+        before = torch.cuda.memory_stats()["num_device_alloc"]
+        with waits_are_errors():
+            for _ in range(5):
+                step()
+        asked.append(torch.cuda.memory_stats()["num_device_alloc"] - before)
+        if asked[-1] == 0:
+            return
+    raise AssertionError(f"each five steps asked CUDA for memory: {asked} times")

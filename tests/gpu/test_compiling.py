@@ -113,8 +113,9 @@ def test_compiled_parts_learn_what_eager_ones_do(changes: dict[str, Any]) -> Non
     assert said == []
 
 
+@pytest.mark.usefixtures("deterministic")
 def test_recomputation_repeats_the_draws_of_dropout() -> None:
-    """To the bit where attention's backward is deterministic, as torch's plain one is."""
+    """To the bit."""
     said: list[str] = []
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         stored = losses_of(compiled(said, dropout=0.1), steps=5)
@@ -126,6 +127,7 @@ def test_recomputation_repeats_the_draws_of_dropout() -> None:
     assert said == []
 
 
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("recompute", [None, FULL], ids=["stored", "recomputed"])
 def test_no_backward_reads_weights_that_have_stepped_in_it(recompute: RecomputeConfig | None) -> None:
     """Without clipping the losses are those of steps after the backward, to the bit."""

@@ -1,7 +1,6 @@
 """The emulator of benchmarks/convergence.py on a GPU against ranks over NCCL, bit for bit."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,29 +9,18 @@ from benchmarks.emulation.emulated_run import RunSettings, train
 from benchmarks.emulation.rungs import RUNGS
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.ops.library import load_operations
+from megatron_zpp.train.setup.determinism import fix_order_of_sums
 from megatron_zpp.zero import difference_formats
 from tests.benchmarks.test_emulation import EVERYWHERE, Case, emulated, with_engine
 from tests.gpu.ranks import largest_in_core, on_gpus
 
 NODES = 2
 CASES: list[Case] = [(name, bf16, 1.0, NODES) for name in ("today", EVERYWHERE) for bf16 in (False, True)]
-
-
-def repeating_sums(enabled: bool) -> None:
-    """Of products and of the embedding's gradient."""
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without which torch refuses
-    torch.use_deterministic_algorithms(enabled)
-
-
-@pytest.fixture(autouse=True)
-def deterministic() -> Iterator[None]:
-    repeating_sums(True)
-    yield
-    repeating_sums(False)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def real(topology: Topology, micro_batches: int) -> list[dict[str, str]]:
-    repeating_sums(True)
+    fix_order_of_sums(os.environ)
     return with_engine(topology, CASES, difference_formats.LOST_SHARE, micro_batches)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from megatron_zpp.config.root import parse_args, parse_command_line
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
+from megatron_zpp.train.setup.determinism import check_compiler, fix_order_of_sums
 from megatron_zpp.train.setup.device import prepare_device
-from tests.support import logged, recorded, refusal, trained
+from tests.config.command_line import MINIMAL
+from tests.support import logged, recorded, refusal, run, trained
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import EOD, SMALLEST, beginning_of, of, train_here
 
@@ -80,6 +83,14 @@ def test_the_decoupled_rate_follows_the_schedule(tmp_path: Path, flags: list[str
             "--apply-layernorm-1p --fused-backend apex",
             "--apply-layernorm-1p (given): needs --fused-backend torch",
         ),
+        (
+            "--deterministic-mode --attention-backend fused",
+            "--attention-backend fused: contradicts --deterministic-mode: its backward sums in no fixed",
+        ),
+        (
+            "--deterministic-mode --attention-backend flash3",
+            "--attention-backend flash3: contradicts --deterministic-mode: not all its releases",
+        ),
         ("--use-checkpoint-args", "--use-checkpoint-args (given): needs --load"),
         ("--use-checkpoint-args --load hf:x", "--use-checkpoint-args (given): --load hf:x has no arguments"),
     ],
@@ -87,6 +98,53 @@ def test_the_decoupled_rate_follows_the_schedule(tmp_path: Path, flags: list[str
 def test_what_cannot_be_obeyed(line: str, said: str) -> None:
     argv = ["--mock-data", *BYTES, *TINY, "--train-iters", "3", *line.split()]
     assert refusal(parse_args, argv, error=UsageError).startswith(said)
+
+
+def test_deterministic_mode_holds_in_every_thread_of_a_run(flags: list[str]) -> None:
+    """Also in those of autograd, in which graphs may be compiled."""
+    argv = [*flags, *"--train-iters 1 --device cpu --num-workers 0 --sample-prompt 7".split()]
+    done = run(
+        "-c",
+        "import os, sys, threading\n"
+        f"sys.argv = {['pretrain_gpt.py', *argv, '--deterministic-mode']}\n"
+        "import pretrain_gpt, torch\n"
+        "pretrain_gpt.main()\n"
+        "def say():\n"
+        "    from torch._inductor import config\n"
+        "    print(torch.are_deterministic_algorithms_enabled(), getattr(config, 'deterministic', True))\n"
+        "thread = threading.Thread(target=say)\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "say()\n"
+        "print(torch.utils.deterministic.fill_uninitialized_memory)\n"
+        "print(os.environ['CUBLAS_WORKSPACE_CONFIG'], os.environ['NCCL_NVLS_ENABLE'])\n",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-4:] == ["True True", "True True", "False", ":4096:8 0"]
+
+
+@pytest.mark.parametrize(
+    ("name", "right"), [("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ("NCCL_NVLS_ENABLE", "0")]
+)
+def test_deterministic_mode_refuses_variables_that_contradict_it(name: str, right: str) -> None:
+    said = refusal(fix_order_of_sums, {name: "1"})
+    assert said == f"{name}=1: contradicts --deterministic-mode; unset it, or use {right}"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_deterministic_mode_refuses_a_compiler_that_times_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    training = parse_args([*MINIMAL, "--deterministic-mode"]).training
+    if hasattr(config, "deterministic"):
+        check_compiler(training, layers=True, attention=True)
+    monkeypatch.setattr("torch._inductor.config", SimpleNamespace())
+    check_compiler(training, layers=False, attention=False)
+    said = refusal(check_compiler, training, layers=True, attention=False)
+    assert said.startswith("--deterministic-mode (given): the compiler of torch 2.")
+    assert said.endswith("; use --no-compile, or torch 2.10 or later")
+    said = refusal(check_compiler, training, layers=False, attention=True)
+    assert said.endswith("; use --attention-backend math and --no-compile, or torch 2.10 or later")
 
 
 def test_required_kernels_are_used_where_nothing_else_needs_them() -> None:

@@ -173,7 +173,6 @@ _IDLE = {
     "the schedule always follows the flags": """--override-lr-scheduler --override-opt_param-scheduler
         --override-opt-param-scheduler --no-load-lr-state""",
     "bounds of YaRN's range are rounded by default": "--yarn-correction-range-round-to-int",
-    "equal runs have equal bits, but for GPU kernels whose sums have no fixed order": "--deterministic-mode",
     "--hidden-size / --mup-base-hidden-size says it": "--mup-width-mult:",
     "no part is experimental": "--enable-experimental",
     "scales are made for each tensor or once per step, by --fp8-recipe": """--fp8-interval:

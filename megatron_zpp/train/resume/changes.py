@@ -45,7 +45,10 @@ _SAME_MODEL = {  # what the weights mean does not depend on these
 _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their fields; none named: all
     "model": ("attention_dropout", "hidden_dropout", "use_mup", "mup_base_hidden_size"),
     "data": MASKS,
-    "training": ("train_iters", "train_samples", "train_tokens", "calculate_per_token_loss", "z_loss_coeff"),
+    "training": (
+        *("train_iters", "train_samples", "train_tokens"),
+        *("deterministic_mode", "calculate_per_token_loss", "z_loss_coeff"),
+    ),
     "learning_rate": (),
     "optimizer": (),
     "precision": (),

@@ -47,8 +47,8 @@ class Device:
 def prepare_device(config: Config, topology: Topology) -> Device:
     """Choose this rank's device, without occupying it yet, and build the kernels if they are needed.
 
-    Raises ValueError for settings that need another device or other ranks, BuildError if --require-kernels
-    is given and there is no compiler.
+    Raises ValueError for settings that need another device, other ranks or other variables of libraries,
+    BuildError if --require-kernels is given and there is no compiler.
     """
     device = select_device(config.distributed.device, topology)
     tensor_ranks = config.distributed.tensor_model_parallel_size
@@ -56,8 +56,9 @@ def prepare_device(config: Config, topology: Topology) -> Device:
         check_routes(config.zero, topology.mesh(tensor_ranks, config.distributed.context_parallel_size))
         config.timing.check_ranks(topology.world_size)
     config.recompute.check_device(device.type)
-    on_gpu = config.precision.fp8 and device.type == "cuda"
-    config.precision.check_device(device.type, torch.cuda.get_device_capability(device) if on_gpu else None)
+    on_gpu = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if on_gpu and config.precision.fp8 else None
+    config.precision.check_device(device.type, capability)
 
     def say(line: str) -> None:
         if topology.local_rank == 0:
@@ -67,9 +68,17 @@ def prepare_device(config: Config, topology: Topology) -> Device:
     compiles, missing = resolve_compilation(config.compilation, device.type, os.environ, apex=apex)
     if missing:
         say(f"warning: layers are not compiled and run more slowly: compiling needs {missing}")
+    deterministic = config.training.deterministic_mode
+    if deterministic:
+        _fix_order_of_sums(topology, compiles=compiles or on_gpu)
     with usage_errors():
         backend = resolve_fused_backend(config, device.type, compiles=compiles)
     attention = attention_choice(config, device).make()
+    if deterministic and on_gpu:
+        from megatron_zpp.train.setup.determinism import check_compiler
+
+        with usage_errors():
+            check_compiler(config.training, layers=compiles, attention=attention.compiled)
     operations = _operations(
         device,
         say,
@@ -77,6 +86,17 @@ def prepare_device(config: Config, topology: Topology) -> Device:
         needed=config.zero.quantizes or config.optimizer.compact,
     )
     return Device(device, backend, operations, attention, compiles, say)
+
+
+def _fix_order_of_sums(topology: Topology, *, compiles: bool) -> None:
+    """Before kernels are tried and ranks join. `compiles`: torch may compile something."""
+    from megatron_zpp.train.setup.determinism import fix_order_of_sums
+
+    if compiles:
+        from megatron_zpp.train.setup.compiling import prepare_compiler
+
+        prepare_compiler(topology, os.environ)  # here already, as the mode lets torch read these variables
+    fix_order_of_sums(os.environ)
 
 
 def attention_choice(config: Config, device: torch.device | None) -> Choice:

@@ -32,7 +32,8 @@ def text_writer(engine: ZeroEngine, config: Config, prompts: Sequence[str]) -> C
             padding = [0] * (positions - len(window)) if shared else []  # no token attends to what follows it
             tokens = torch.tensor([window + padding])  # (1, T)
             logits = engine.next_token_logits(tokens, after=len(window) - 1)[None]  # (1, V)
-            written = logits[:, : tokenizer.vocab_size]  # the other rows of a vocabulary have no text
+            # Other rows of a vocabulary have no text. The sums of `draw` have a fixed order on CPUs alone.
+            written = logits[:, : tokenizer.vocab_size].cpu()
             ids.append(int(draw(written, _SAMPLING, uniforms([generator])).item()))
         if tokenizer.eod in ids:
             ids = ids[: ids.index(tokenizer.eod)]
