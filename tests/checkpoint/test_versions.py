@@ -26,6 +26,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, checksums_of
 from tests.checkpoint.saving import FIRST, TOKENIZER, flip, save, small
 from tests.config.command_line import MINIMAL
+from tests.support import trained
 from tests.zero.engines import all_states, engine_of, same_bits, weights_of
 from tests.zero.ranks import on_ranks
 
@@ -189,6 +190,18 @@ def test_one_process_reads_tables_that_were_saved_in_blocks(
     tables = {7: ["transformer.wte.weight"], 9: ["model.embed_tokens.weight", "lm_head.weight"]}
     for theirs, ours in zip(tables[version], TABLES, strict=False):
         assert torch.equal(exported[theirs][:21], wanted[f"weights/{ours}"][:21])
+
+
+def test_a_run_resumes_from_tables_that_were_saved_in_blocks(blocks: Path, tmp_path: Path) -> None:
+    """With the saved arguments: the log names the retired one."""
+    flags = "--use-checkpoint-args --mock-data --micro-batch-size 2 --eval-iters 0 --num-workers 0".split()
+    flags += ["--load", str(blocks / "version_9"), "--save", str(tmp_path), "--train-iters", "3"]
+    said = trained(*flags, "--lr", "1e-2", "--device", "cpu")
+    assert "resuming at iteration 2, 8 samples" in said
+    assert "--zero-table-rows 10 → retired" in said
+    state = json.loads((tmp_path / "iter_0000003" / STATE).read_text())
+    assert "zero_table_rows" not in state["config"]["zero"]
+    assert not any("rows" in entry for unit in state["units"] for entry in unit["parameters"].values())
 
 
 def rewrite(path: Path, state: dict[str, Any], version: int, monkeypatch: pytest.MonkeyPatch) -> None:
