@@ -62,7 +62,6 @@ FACTORS: dict[str, dict[str, tuple[str, ...]]] = {  # name, and the flags of eac
     "tables": {
         "tied": (),
         "untied": ("--untie-embeddings-and-output-weights",),
-        "rows": ("--zero-table-rows", "300"),
     },
     "rates": {"one": (), "two": ("--decoupled-lr", "3e-3")},
     "model": {"GPT": (), "Llama": ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")},
@@ -78,8 +77,6 @@ def possible(run: Run) -> bool:
     if stage != "3" and hpz != "1":
         return False
     if run["gradients"] != "plain" and run["precision"] == "bf16 sums":
-        return False
-    if run["tables"] == "rows" and run["tensor"] == "2":
         return False
     for mesh in (run["mesh"], run["resumed on"]):
         nodes, local = map(int, mesh.split("x"))

@@ -52,7 +52,6 @@ SETTINGS: dict[str, dict[str, str]] = {  # by kind, of which a pair has one each
     "sums": {"sums in bf16": "--grad-reduce-in-bf16"},
     "prefetch": {f"prefetch {units}": f"--zero-prefetch-units {units}" for units in (0, 2)},
     "unit": {"sublayers": "--zero-unit sublayer"},
-    "rows": {"table rows": "--zero-table-rows 100"},
     "tying": {"untied": "--untie-embeddings-and-output-weights"},
     "tensor": {"tensor ranks": "--tensor-model-parallel-size 2"},
     "rates": {"decoupled rate": "--decoupled-lr 3e-3"},

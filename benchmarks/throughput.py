@@ -66,7 +66,6 @@ PARTS = {  # flags of pretrain_gpt.py; a run of ours is some of these, as "stage
     "tensor": ["--tensor-model-parallel-size", "2"],
     "context a2a": ["--context-parallel-size", "2", "--cp-comm-type", "a2a"],
     "context p2p": ["--context-parallel-size", "2", "--cp-comm-type", "p2p"],
-    "row blocks": ["--zero-table-rows", "8192"],
     "zeropp": [
         *("--zero-stage", "3", "--zero-quantized-weights", "--zero-quantized-gradients"),
         *("--zero-hpz-partition-size", "auto"),

@@ -42,15 +42,13 @@ class Split:
 class Placement:
     """One parameter of a unit.
 
-    `shape` is that of the whole parameter, a table in blocks included, of which the unit then has `rows`. If
-    its rows are split, each rank has an equal part of the `rows`.
-    Placements are equal where they lie alike in a buffer, whatever their names.
+    `shape` is that of the whole parameter. Placements are equal where they lie alike in a buffer, whatever
+    their names.
     """
 
     name: str = field(compare=False)
     shape: tuple[int, ...] = field(compare=False)
     split: Split | None = field(default=None, compare=False)
-    rows: range | None = field(default=None, compare=False)
     decays: bool = True  # whether the optimizer applies weight decay
     decoupled: bool = field(default=False, compare=False)  # whether it has the second learning rate
     rate_factor: float = field(default=1.0, compare=False)  # of the learning rate and Adam's epsilon
@@ -66,8 +64,6 @@ class Placement:
     def local_shape(self) -> tuple[int, ...]:
         """The shape of what one rank has while the unit is gathered."""
         shape = list(self.shape)
-        if self.rows is not None:
-            shape[0] = len(self.rows)
         if self.split is not None:
             shape[self.split.dim] //= self.split.axis.size
         return tuple(shape)
@@ -274,17 +270,13 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 def _parts(box: Box, placement: Placement, rank: int) -> Iterator[tuple[Box, Box]]:
     """A box of a rank's part of a parameter as boxes of the whole one; see `Block.parts`."""
     inside = tuple(slice(0, side.stop - side.start) for side in box)
-    split, rows = placement.split, placement.rows
-    if rows is not None and (split is None or split.dim > 0):
-        box = slice(box[0].start + rows.start, box[0].stop + rows.start), *box[1:]
+    split = placement.split
     if split is None:
         yield inside, box
         return
-    dim, axis, runs = split.dim, split.axis, split.runs
+    dim, axis = split.dim, split.axis
     local = whole = 0  # where the run begins
-    if rows is not None and dim == 0:
-        whole, runs = rows.start, (len(rows),)
-    for run in runs:
+    for run in split.runs:
         part = run // axis.size
         start, stop = max(box[dim].start, local), min(box[dim].stop, local + part)
         if start < stop:

@@ -22,7 +22,7 @@ LONGEST = """
     exchange/test_reductions plan/test_memory zero/test_compact_states zero/test_stages
     plan/test_tensor_parallel commands/test_scripts zero/test_own_modules checkpoint/foreign/test_megatron
     zero/test_differences benchmarks/test_emulation package/test_python_api
-    plan/test_row_blocks checkpoint/huggingface/test_hub zero/test_quantized
+    checkpoint/huggingface/test_hub zero/test_quantized
     checkpoint/test_tensor_parallel model/test_attention config/test_megatron_flags
     train/test_tensor_parallel data/text/test_shards exchange/test_gathers
     checkpoint/huggingface/test_families supervision/test_heartbeat checkpoint/foreign/test_hostile

@@ -12,7 +12,6 @@ import megatron_zpp.commands.pretrain
 import megatron_zpp.commands.sample
 import megatron_zpp.config.legacy.translate
 import megatron_zpp.model.parallel.layers
-import megatron_zpp.model.row_blocks
 import megatron_zpp.ops.library
 import megatron_zpp.train.dry_run  # with plan/
 import megatron_zpp.train.resume.restore

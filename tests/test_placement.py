@@ -27,9 +27,6 @@ def placements_of(tensor: Axis, *, coded: bool = False) -> tuple[Placement, ...]
         Placement(name="qkv", shape=(36, 10), split=Split(0, (12, 16, 8), tensor), coded=coded),
         Placement(name="out", shape=(7, 12), split=Split(1, (12,), tensor), coded=coded),
         Placement(name="gate", shape=(5, 3, 8), split=Split(2, (4, 4), tensor), coded=coded),
-        Placement(name="rows", shape=(41, 3), rows=range(11, 30)),
-        Placement(name="block", shape=(40, 3), rows=range(8, 20), split=Split(0, (40,), tensor)),
-        Placement(name="side", shape=(41, 8), rows=range(11, 30), split=Split(1, (8,), tensor)),
         Placement(name="bias", shape=(13,), decays=False),
         Placement(name="scalar", shape=(), decays=False),
         Placement(name="none", shape=(0, 4)),
@@ -38,13 +35,10 @@ def placements_of(tensor: Axis, *, coded: bool = False) -> tuple[Placement, ...]
 
 def part_of(whole: np.ndarray, placement: Placement, rank: int) -> np.ndarray:
     """A rank's part of an array, cut by numpy."""
-    if placement.rows is not None:
-        whole = whole[placement.rows.start : placement.rows.stop]
     if placement.split is None:
         return whole
     dim, size = placement.split.dim, placement.split.axis.size
-    sizes = placement.split.runs if placement.rows is None or dim > 0 else (len(whole),)
-    runs = np.split(whole, np.cumsum(sizes)[:-1], axis=dim)
+    runs = np.split(whole, np.cumsum(placement.split.runs)[:-1], axis=dim)
     return np.concatenate(
         [np.split(run, size, axis=dim)[placement.split.axis.index(rank)] for run in runs], dim
     )

@@ -31,7 +31,6 @@ DELTA = (
 )
 STAGE_3 = "--zero-stage 3 --bf16 --eval-iters 0"
 TENSOR = "--tensor-model-parallel-size 2"
-SMALL_UNITS = "--zero-unit sublayer --zero-table-rows 96"
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ ALONE = _settings(  # one rank, which is quick enough for each call that it make
         "tokens": f"{TOKENS} {SHORT} --keep-last 2 --eval-iters 1 --eval-interval 3 --verify-data",
         "tokens, Megatron's order": f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --keep-last 1 "
         "--eval-iters 1 --eval-interval 2",
-        "sublayers, row blocks": f"{MOCK} {SHORT} {STAGE_3} {SMALL_UNITS} --keep-last 1 --async-save",
+        "sublayers": f"{MOCK} {SHORT} {STAGE_3} --zero-unit sublayer --keep-last 1 --async-save",
     },
 )
 TOGETHER = (
@@ -87,8 +86,7 @@ TOGETHER = (
             "2 ranks, text": f"{TEXT} {SHORT} {CACHE} --zero-stage 1 --fp32 --keep-last 1 --eval-iters 1",
             "2 ranks, Megatron's order": f"{TOKENS} {SHORT} {CACHE} --dataset-order megatron --zero-stage 3 "
             "--fp32 --keep-last 2 --eval-iters 1",
-            "2 ranks, sublayers, row blocks": f"{MOCK} {SHORT} {STAGE_3} {SMALL_UNITS} --keep-last 2 "
-            "--async-save",
+            "2 ranks, sublayers": f"{MOCK} {SHORT} {STAGE_3} --zero-unit sublayer --keep-last 2 --async-save",
             "2 ranks, 8-bit products": f"{MOCK} {SHORT} {STAGE_3} --fp8 --hidden-size 32 --kv-channels 16 "
             "--keep-last 2",
         },

@@ -104,7 +104,7 @@ def check_matrices(
 
 
 def _check_unit(zero: ZeroConfig, model: nn.Module) -> None:
-    """Raise ValueError if the units of `model` are not those of --zero-unit and --zero-table-rows."""
+    """Raise ValueError if the units of `model` are not those of --zero-unit."""
     cut = getattr(model, "cut_layers", False)
     if cut != zero.cuts_layers:
         units = "sublayers" if cut else "no sublayers"
@@ -112,14 +112,6 @@ def _check_unit(zero: ZeroConfig, model: nn.Module) -> None:
             "--zero-unit",
             zero.zero_unit,
             f"the model's units are {units}; give GPT cut_layers={zero.cuts_layers}",
-        )
-    rows = getattr(model, "table_rows", None)
-    if rows != zero.zero_table_rows:
-        raise option_error(
-            "--zero-table-rows",
-            zero.zero_table_rows,
-            f"the model's tables have units of {rows or 'all'} rows; "
-            f"make it by model.build.build_model with table_rows={zero.zero_table_rows}",
         )
 
 

@@ -1,6 +1,6 @@
 """Writes and reads the manifest, which lists the files of a checkpoint, and the marker, written last.
 
-manifest.json   {"format_version": 6 to 10, "files": {NAME: entry, …}}
+manifest.json   {"format_version": 6, 8 or 10, "files": {NAME: entry, …}}
 COMMITTED       the SHA-256 of manifest.json in hexadecimal, and a newline
 
 An entry has the size of the file and the digest of its sidecar (storage/sidecar.py), which the rank that
@@ -23,12 +23,11 @@ from megatron_zpp.storage.regular import UnfitFile, read_limited
 from megatron_zpp.storage.sidecar import SidecarDigest
 
 FORMAT_VERSION = 6
-BLOCKS_VERSION = 7  # of checkpoints whose units have blocks of tables, which programs for 6 cannot read
 BUFFERS_VERSION = 8  # with buffers, or frozen units, which have no moments
-SHARED_BLOCKS_VERSION = 9  # with blocks of tables that tensor ranks share
 FORMS_VERSION = 10  # with states in fewer bytes than fp32
 # In state.json, 2 has another name for dataset progress, 3 has no `nodes`, because rank r owned shard r, and
-# 4 has no `tensor`, because every rank had whole parameters. 5 has no sidecars.
+# 4 has no `tensor`, because every rank had whole parameters. 5 has no sidecars. 7 has units of some rows of a
+# table, and 9 such rows that tensor ranks share; this program writes neither.
 READABLE_VERSIONS = (2, 3, 4, 5, 6, 7, 8, 9, 10)
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 Entry = SidecarDigest | Checksums
@@ -39,18 +38,15 @@ def format_version(state: Mapping[str, Any]) -> int:
     """The oldest version of the format that can have the content `state` of state.json."""
     if state.get("forms"):
         return FORMS_VERSION
-    entries = [entry for unit in state.get("units", ()) for entry in unit["parameters"].values()]
-    if any("rows" in entry and "split" in entry for entry in entries):
-        return SHARED_BLOCKS_VERSION
     if state.get("buffers") or any(unit.get("frozen") for unit in state.get("units", ())):
         return BUFFERS_VERSION
-    return BLOCKS_VERSION if any("rows" in entry for entry in entries) else FORMAT_VERSION
+    return FORMAT_VERSION
 
 
 def write_manifest(directory: Location, files: Mapping[str, Entry], version: int | None = None) -> None:
     """Write manifest and marker for files that are durable. Raises OSError if the file system does.
 
-    `version` is that of the format, by default the one of checkpoints without blocks.
+    `version` is that of the format, by default the one of most checkpoints.
     """
     described = {name: entry.to_json() for name, entry in files.items()}
     manifest = {"format_version": version or FORMAT_VERSION, "files": described}

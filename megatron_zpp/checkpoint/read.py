@@ -52,7 +52,8 @@ STATE_LIMIT = 64 << 20  # bytes of state.json: 200 per parameter for 300,000 par
 class _Place(NamedTuple):
     """Where a checkpoint has a parameter, or rows of it: in the flat buffers of a unit, from `offset` on."""
 
-    placement: Placement
+    placement: Placement  # of the rows, as if they were the parameter
+    first_row: int
     unit: int
     offset: int
 
@@ -79,6 +80,7 @@ class CheckpointReader:
             held = Progress.from_json(self.state["progress"]).iteration
             self.units: list[dict[str, Any]] = self.state["units"]
             self.mesh = saved_mesh(self.state)
+            self._shapes: dict[str, tuple[int, ...]] = {}  # of whole parameters
             self._places = self._find_places()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r:.400})") from None
@@ -122,7 +124,7 @@ class CheckpointReader:
         """Elements of a whole parameter's fp32 weights or moment, (len(elements),) on the CPU."""
         if len(elements) > sum(entry.size for entry in self._entries.values()):
             raise DamagedFile(f"{self.path / STATE}: {name} has more elements than the files have bytes")
-        whole = Placement(name=name, shape=self._places[name][0].placement.shape)
+        whole = Placement(name=name, shape=self._shapes[name])
         found = torch.empty(len(elements))
         self._fill(kind, Piece(whole, elements, elements), Mesh(), found)
         return found
@@ -156,9 +158,9 @@ class CheckpointReader:
         copies are.
         """
         copy = mesh.tensor_rank if mesh.tensor_ranks == self.mesh.tensor_ranks else 0
-        for placement, unit, offset in self._places[piece.placement.name]:
+        for placement, first_row, unit, offset in self._places[piece.placement.name]:
             read_into = partial(self._read_into, kind, unit, offset)
-            fill(target, piece, mesh.rank, placement, read_into, copy=copy)
+            fill(target, piece, mesh.rank, placement, read_into, first_row=first_row, copy=copy)
 
     def _read_into(
         self, kind: str, unit: int, offset: int, tensor_rank: int, first: int, target: Tensor
@@ -218,16 +220,17 @@ class CheckpointReader:
                 if not 0 <= first <= stop:
                     raise ValueError(f"unit {index} has no elements {first!r} to {stop!r}")
             for name, entry in unit["parameters"].items():
-                placement = placement_of(name, entry, self.mesh.tensor_ranks)
-                places.setdefault(name, []).append(_Place(placement, index, entry["offset"]))
+                placement, first_row = placement_of(name, entry, self.mesh.tensor_ranks)
+                place = _Place(placement, first_row, index, entry["offset"])
+                places.setdefault(name, []).append(place)
+                self._shapes[name] = tuple(entry["shape"])
         return places
 
     def parameters(self) -> dict[str, Tensor]:
         """All weights by the model's names, whole and in fp32, for a program of one process."""
-        shapes = {name: places[0].placement.shape for name, places in self._places.items()}
         return {
             name: self.elements(WEIGHTS, name, range(math.prod(shape))).view(shape)
-            for name, shape in shapes.items()
+            for name, shape in self._shapes.items()
         }
 
     def check_rest(self, reader: int, readers: int) -> None:

@@ -23,17 +23,23 @@ def fill(
     saved: Placement,
     read_into: ReadInto,
     *,
+    first_row: int = 0,
     copy: int = 0,
     most: int = MOST_ELEMENTS,
 ) -> None:
     """Fill the CPU tensor `target` (len(piece.elements),) with what `saved` has of the elements of a piece.
 
-    `rank` says which part of a split parameter the piece is of. Where all saved tensor ranks have the whole
-    parameter, the one of tensor rank `copy` is read. Where columns are wanted, whole rows are read, at most
-    `most` elements at once, or one row.
+    `saved` is where the parameter is, or some of its rows from `first_row` on. `rank` says which part of a
+    split parameter the piece is of. Where all saved tensor ranks have the whole parameter, the one of tensor
+    rank `copy` is read. Where columns are wanted, whole rows are read, at most `most` elements at once, or
+    one row.
     """
     ranks = (copy,) if saved.split is None else range(saved.split.axis.size)
-    parts = [(saved_rank, *part) for saved_rank in ranks for part in saved.parts(saved_rank)]
+    parts = [
+        (saved_rank, there, _from_row(first_row, had))
+        for saved_rank in ranks
+        for there, had in saved.parts(saved_rank)
+    ]
     for block in piece.blocks(rank):
         room = target[within(block.elements, piece.elements)].view(block.shape)
         for (here, wanted), (saved_rank, there, had) in product(block.parts, parts):
@@ -44,6 +50,11 @@ def fill(
             if all(side.start < side.stop for side in common):
                 box = _moved(common, had, there)
                 _fill(room[_moved(common, wanted, here)], box, saved, partial(read_into, saved_rank), most)
+
+
+def _from_row(first: int, box: Box) -> Box:
+    """A box of an array whose rows are those of a larger one from `first` on, in that."""
+    return (slice(box[0].start + first, box[0].stop + first), *box[1:]) if box else box
 
 
 def _moved(part: Box, whole: Box, to: Box) -> Box:

@@ -14,11 +14,11 @@ state.json contains the rest:
     buffers  `shape` and `dtype`, as safetensors calls it, of each persistent buffer by name; rank 0's file
              has them as `buffer/NAME`. Absent in older versions
     units    for each unit: `shard_numel`, elements of a shard; by name `parameters`: `shape` of the whole
-             parameter, `offset` of a tensor rank's part, and `split` into parts, if it is (`Split`). Where
-             units have blocks of rows of a table, each names the table and its whole `shape`, and `rows` has
-             the block's first row and how many there are; absent in versions before 7. `frozen` units have
-             no optimizer states. `states`: by kind, the first element of the unit and the one behind the
-             last one that have it, if not all have
+             parameter, `offset` of a tensor rank's part, and `split` into parts, if it is (`Split`). In
+             versions 7, 9 and 10 several units may have blocks of rows of one table: each names the table,
+             its whole `shape` and `split`, and `rows` has the block's first row and how many there are.
+             `frozen` units have no optimizer states. `states`: by kind, the first element of the unit and
+             the one behind the last one that have it, if not all have
     row_moments/NAME   in rank 0's file, with NorMuon: the moments of a parameter's rows. Not in state.json
     kinds    states in the files for each unit: `engine.states.kinds`, or `weights` only; absent in older
              versions, which had the weights and, if `with_optimizer`, AdamW's moments
@@ -36,7 +36,7 @@ state.json contains the rest:
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
@@ -140,23 +140,15 @@ def formats_of_units(
 ) -> dict[str, Any] | None:
     """The `difference_formats` of `saved` units for the `present` units, which may be others.
 
-    A unit takes after every saved unit of which it has a parameter, or rows of one.
+    A unit takes after every saved unit that has one of its parameters, or rows of one.
     """
     if state is None:
         return None
-    places: dict[str, list[tuple[range, int]]] = {}
+    places: dict[str, list[int]] = {}
     for index, unit in enumerate(saved):
-        for name, entry in unit["parameters"].items():
-            places.setdefault(name, []).append((rows_of(entry), index))
-    origins = [
-        {
-            index
-            for name, entry in unit["parameters"].items()
-            for rows, index in places[name]
-            if max(rows.start, rows_of(entry).start) < min(rows.stop, rows_of(entry).stop)
-        }
-        for unit in present
-    ]
+        for name in unit["parameters"]:
+            places.setdefault(name, []).append(index)
+    origins = [{index for name in unit["parameters"] for index in places[name]} for unit in present]
     return {
         "raised": [any(state["raised"][unit] for unit in units) for units in origins],
         "measured": [
@@ -166,23 +158,23 @@ def formats_of_units(
     }
 
 
-def placement_of(name: str, entry: Mapping[str, Any], tensor: int) -> Placement:
-    """Where a parameter of `units` is. Raises ValueError, KeyError or TypeError for other values."""
-    split = None
+def placement_of(name: str, entry: Mapping[str, Any], tensor: int) -> tuple[Placement, int]:
+    """Where a parameter of `units` is, or a block of its rows, and which row of the parameter is its first.
+
+    Raises ValueError, KeyError or TypeError for other values.
+    """
+    split, first_row = None, 0
     shape, runs = tuple(entry["shape"]), tuple(entry.get("split", {}).get("runs", ()))
     if "split" in entry:
-        dim = entry["split"]["dim"]
-        whole = type(dim) is int and 0 <= dim < len(shape) and sum(runs) == shape[dim]
+        dim, dims = entry["split"]["dim"], 1 if "rows" in entry else len(shape)
+        whole = type(dim) is int and 0 <= dim < dims and sum(runs) == shape[dim]
         if not whole or not all(type(run) is int and run > 0 for run in runs):
             raise ValueError(f"not a split of {name} {shape}: {entry['split']!r}")
         split = Split(dim, runs, Axis(1, tensor))
-    return Placement(name=name, shape=shape, split=split, rows=rows_of(entry) if "rows" in entry else None)
-
-
-def rows_of(entry: Mapping[str, Any]) -> range:
-    """The rows of a parameter of `units` that its unit has: all of them, unless it has a block of a table."""
-    first, count = entry.get("rows") or (0, (*entry["shape"], 1)[0])
-    return range(first, first + count)
+    if "rows" in entry:  # whose `split` is that of the whole parameter, and each rank has a part of the block
+        first_row, count = entry["rows"]
+        shape, split = (count, *shape[1:]), split and replace(split, runs=(count,))
+    return Placement(name=name, shape=shape, split=split), first_row
 
 
 def describe_buffers(engine: ZeroEngine) -> dict[str, dict[str, Any]]:
@@ -208,8 +200,6 @@ def describe_unit(layout: Layout) -> dict[str, Any]:
     described: dict[str, dict[str, Any]] = {}
     for placement, offset in zip(layout.placements, layout.offsets, strict=True):
         entry = described[placement.name] = {"shape": list(placement.shape), "offset": offset}
-        if placement.rows is not None:
-            entry["rows"] = [placement.rows.start, len(placement.rows)]
         if placement.split is not None:
             entry["split"] = {"dim": placement.split.dim, "runs": list(placement.split.runs)}
     unit = {"shard_numel": layout.shard_numel, "parameters": described}

@@ -33,7 +33,6 @@ from megatron_zpp.config.run import (
     TimingConfig,
     TrainingConfig,
 )
-from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
 from megatron_zpp.config.shapes.tensor_parallel import check_context_ranks, check_tensor_ranks
 from megatron_zpp.config.sources.checkpoint_arguments import SavedArguments, obey_checkpoint
 from megatron_zpp.config.sources.provided import Provided
@@ -105,12 +104,6 @@ class Config:
 
             check_fp8(model, training, precision, zero, self.distributed.context_parallel_size)
         tensor_ranks = self.distributed.tensor_model_parallel_size
-        if precision.fp8_output_layer and zero.zero_table_rows is not None:
-            fix = f"multiplies all entries at once; omit it or --zero-table-rows {zero.zero_table_rows}"
-            raise precision.error("fp8_output_layer", fix)
-        if (zero.zero_table_rows or 0) % tensor_ranks:
-            fix = f"must be a multiple of {TENSOR_RANKS} {tensor_ranks}, which share each block"
-            raise zero.error("zero_table_rows", fix)
         check_tensor_ranks(model, tensor_ranks, fp8=precision.fp8)
         context_ranks, comm_type = self.distributed.context_parallel_size, self.distributed.cp_comm_type
         check_context_ranks(model, context_ranks, tensor_ranks, comm_type)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_zpp.config.options import Options, count, option, option_error, optional, switch
+from megatron_zpp.config.options import Options, option, option_error, optional, switch
 from megatron_zpp.config.words import counted, either
 
 # Elements per scale: gradients need the finer blocks, unless a rotation spreads their outliers.
@@ -33,12 +33,6 @@ class ZeroConfig(Options):
         "Parameters that are gathered, and whose gradients are reduced, together. layer: those of a layer; "
         "sublayer: those of its attention, or of its MLP. Sublayers take less memory for buffers and send "
         "smaller messages.",
-    )
-    zero_table_rows: int | None = count(
-        None,
-        "Gather the embedding of tokens, and untied output weights, in blocks of so many rows; by default "
-        "whole. For large vocabularies: buffers then have the size of a block, or of a layer, not that of "
-        "the table. The loss has the logits of one block at a time, and computes them twice.",
     )
     zero_prefetch_units: int | None = optional(
         "Stage 3: units gathered ahead of the unit that computes; default 1. Each costs memory for one unit.",
@@ -159,8 +153,6 @@ class ZeroConfig(Options):
             parts[-1] += " (one rank: nothing to communicate)"
         if self.cuts_layers:
             parts.append("units of sublayers")
-        if self.zero_table_rows is not None:
-            parts.append(f"tables in units of {self.zero_table_rows} rows")
         return " + ".join(parts)
 
     def hpz_ranks(self, ranks_of_a_node: int) -> int:

@@ -1,4 +1,4 @@
-"""Builds a model with the modules of a run: norms, matmuls, tables in blocks, those of tensor ranks."""
+"""Builds a model with the modules of a run: norms, matmuls, those of tensor ranks."""
 
 from collections.abc import Iterator, Mapping
 from itertools import count
@@ -20,7 +20,6 @@ def build_model(
     attention: AttentionKernel | None = None,
     *,
     cut_layers: bool = False,
-    table_rows: int | None = None,
     norms: Mapping[str, type[Norm]] = TORCH_NORMS,
     matmuls: Matmuls = PLAIN_MATMULS,
     group: TensorGroup | None = None,
@@ -45,10 +44,6 @@ def build_model(
         share_samples(model, context, 0 if group is None else group.rank)
     if norms is not TORCH_NORMS:
         use_norms(model, norms)
-    if table_rows is not None:
-        from megatron_zpp.model.row_blocks import in_row_blocks
-
-        in_row_blocks(model, table_rows)
     if group is None:
         use_matmuls(model, matmuls)
     else:
@@ -56,12 +51,7 @@ def build_model(
 
         sharing = Sharing(group=group, tokens=tokens, product=matmuls.product, overlapped=overlapped)
         share_layers(model, sharing)
-        if table_rows is None:
-            share_tables(model, sharing)
-        else:
-            from megatron_zpp.model.parallel.row_blocks import share_row_blocks
-
-            share_row_blocks(model, group, tokens)
+        share_tables(model, sharing)
     if matmuls.output is not None:
         model.head.product = matmuls.output()
     return model

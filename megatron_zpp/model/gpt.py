@@ -44,7 +44,7 @@ def embedding(entries: int, width: int) -> nn.Embedding:
 class Embedding(nn.Module):
     """Token embedding, plus that of positions if they are learned, with dropout."""
 
-    tokens: Any  # an embedding, or what shares or cuts the table
+    tokens: Any  # an embedding, or what shares the table
 
     def __init__(self, config: ModelConfig, padded_vocab_size: int) -> None:
         super().__init__()
@@ -95,7 +95,9 @@ class Head(nn.Module):
         weight = tied if self.output is None else self.output.weight
         if targets is None:
             return soft_capped(self.logits(x, weight), self.objective.cap)
-        losses = self.losses(x.flatten(0, -2), weight, targets.flatten())
+        loss = linear_cross_entropy if self.product is None else self.product.loss
+        # The mean cross-entropy (), or with a z-loss both losses (2,)
+        losses = loss(x.flatten(0, -2), weight, targets.flatten(), self.objective, passes=self.passes)
         if losses.dim() == 0:
             return losses
         self.z_loss = losses[1].detach()
@@ -108,11 +110,6 @@ class Head(nn.Module):
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """What the output weights make of a norm, before the soft cap."""
         return F.linear(x, weight)
-
-    def losses(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy () of x (N, D) and targets (N), or with a z-loss both losses (2,)."""
-        loss = linear_cross_entropy if self.product is None else self.product.loss
-        return loss(x, weight, targets, self.objective, passes=self.passes)
 
     def compile_loss(
         self, compiler: Callable[[Callable[..., Any]], Callable[..., Any]], fused: LossKernels | None
@@ -133,7 +130,6 @@ class GPT(nn.Module):
 
     layers: Sequence[Layer]  # in a ModuleList
     tensor_ranks = 1  # that share each layer
-    table_rows: int | None = None  # of the blocks that the tables of the vocabulary consist of; None: whole
     part: Part = staticmethod(whole)  # what this rank has of samples (B, T, …)
     joined: Part = staticmethod(whole)  # the inverse of `part`, which all ranks must call
 
@@ -176,7 +172,6 @@ class GPT(nn.Module):
         norm = norm_of(config, config.hidden_size, of_sums=True)
         objective = Objective(self.vocab_size, config.final_logit_softcapping)
         self.head = Head(norm, output, objective, config.logits_multiplier)
-        self.ends: Callable[[str, nn.Module], list[tuple[str, nn.Module]]] = _one_unit
 
     def forward(
         self,
@@ -239,20 +234,15 @@ class GPT(nn.Module):
         return not self.config.untie_embeddings_and_output_weights
 
     def units(self) -> list[tuple[str, nn.Module]]:
-        """The modules whose parameters are gathered together, in the order of the forward pass.
-
-        Blocks of a tied table are there twice: with the embedding, and as modules of the head with the same
-        parameters.
-        """
+        """The modules whose parameters are gathered together, in the order of the forward pass."""
         layers = [
             (f"layers.{index}", unit) for index, layer in enumerate(self.layers) for unit in layer.units()
         ]
-        return [*self.ends("embedding", self.embedding), *layers, *self.ends("head", self.head)]
+        return [("embedding", self.embedding), *layers, ("head", self.head)]
 
     def recomputed_units(self) -> list[range]:
         """Ranges of `units()` that the backward recomputes, each as a whole before its gradients."""
-        first, layers = len(self.ends("embedding", self.embedding)), self.config.num_layers
-        return recomputed_units(layers, self.recompute, cut_layers=self.cut_layers, first_layer=first)
+        return recomputed_units(self.config.num_layers, self.recompute, cut_layers=self.cut_layers)
 
     def rate_factors(self) -> dict[str, float]:
         """Factors of the learning rate and Adam's epsilon by parameter, where they are not 1: muP's."""
@@ -270,11 +260,7 @@ class GPT(nn.Module):
         """Fills every parameter with its initial value."""
         for unit, module in self.units():
             for path, parameter in module.named_parameters():
-                rows, entries = getattr(module, "block_rows", None), getattr(module, "table_entries", 0)
-                whole = parameter if rows is None else parameter.new_empty(entries, *parameter.shape[1:])
-                self.initialize_parameter(f"{unit}.{path}", whole, seed)
-                if rows is not None:
-                    parameter.copy_(whole[rows.start : rows.stop])
+                self.initialize_parameter(f"{unit}.{path}", parameter, seed)
         return self
 
     @torch.no_grad()
@@ -312,8 +298,3 @@ class GPT(nn.Module):
         for at in range(first, last):
             x = self.layers[at](x, masks[self.windows[at]], rotations[at])
         return x
-
-
-def _one_unit(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The units of the embedding or the head."""
-    return [(name, module)]

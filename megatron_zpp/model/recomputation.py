@@ -28,13 +28,11 @@ def mlps_again(layers: int, plan: RecomputeConfig) -> list[int]:
     return [layer for first, stop, again in runs for layer in range(first, stop - 1 if again else stop)]
 
 
-def recomputed_units(
-    layers: int, plan: RecomputeConfig, *, cut_layers: bool = False, first_layer: int = 1
-) -> list[range]:
-    """See GPT.recomputed_units; layers, which may be cut into halves, are behind `first_layer` units."""
+def recomputed_units(layers: int, plan: RecomputeConfig, *, cut_layers: bool = False) -> list[range]:
+    """See GPT.recomputed_units; layers, which may be cut into halves, are behind the embedding's unit."""
     of_a_layer = 2 if cut_layers else 1
     return [
-        range(first_layer + first * of_a_layer, first_layer + stop * of_a_layer)
+        range(1 + first * of_a_layer, 1 + stop * of_a_layer)
         for first, stop, again in segments(layers, plan)
         if again
     ]

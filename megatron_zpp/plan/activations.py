@@ -38,8 +38,8 @@ from megatron_zpp.model.recomputation import segments
 from megatron_zpp.model.shape import LayerShape, layer_shape
 from megatron_zpp.plan.job import Job
 
-# Bytes per logit of a part of the vocabulary, beside the logit, for its statistics and for its gradient
-# (model/partial_softmax.py) without a compiler; by whether the compute format is narrower than fp32.
+# Bytes per logit of a tensor rank, beside the logit, for its statistics and for its gradient
+# (model/parallel/loss.py) without a compiler; by whether the compute format is narrower than fp32.
 _PART_SOFTMAX = {True: (12, 9), False: (8, 9)}
 
 
@@ -131,8 +131,6 @@ def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
     fp32, and fp32 logits where the compute format is another; tensor ranks hold more of the kind. In addition
     there is what the forward saves for the backward, or in the backward the gradients.
     """
-    if job.zero.zero_table_rows is not None:
-        return _block_loss_bytes(job, job.zero.zero_table_rows)
     if job.precision.fp8_output_layer:
         return _coded_loss_bytes(job, chunk_bytes)
     tokens, entries, width = job.tokens, job.entries, job.model.hidden_size
@@ -185,29 +183,6 @@ def _coded_loss_bytes(job: Job, chunk_bytes: int | None) -> int:
     sums, scaled = exact * table, 0 if itemsize == exact else itemsize * table
     added = gradient + max(working, 2 * (table + part * width) + exact * table)
     return sums + of_x + max(added, scaled + of_x)
-
-
-def _block_loss_bytes(job: Job, rows: int) -> int:
-    """The same where the output weights are in blocks of `rows` rows (model/row_blocks.py).
-
-    A copy of x in fp32 unless it is fp32, and numbers of all tokens. In the forward there are logits of a
-    block; in the backward also the gradients of x, of a block and summed, and the one of a block's weights.
-    """
-    tokens, width, itemsize, exact = job.tokens, job.model.hidden_size, job.dtype.itemsize, 4
-    rows, blocks = min(rows, job.padded_vocab_size) // job.tensor, job.output_blocks
-    chunk = chunk_rows(tokens, rows)
-    narrow = itemsize < exact
-    kept = exact * tokens * (narrow * width + 3 * blocks * job.tensor)
-    logits = chunk * (rows + narrow * width) * itemsize
-    capped = job.model.final_logit_softcapping is not None
-    forward = backward = 0
-    if not job.compiled:
-        forward, backward = _PART_SOFTMAX[narrow or capped]
-        backward += 3 * capped
-    weight = rows * width * (itemsize if chunk == tokens or not narrow else exact + itemsize)
-    sums = min(2, blocks) * exact * tokens * width + exact * 3 * tokens
-    made = sums + logits + max(chunk * rows * backward, weight)
-    return kept + max(logits + chunk * rows * forward, made)
 
 
 def stored_bytes(job: Job) -> int:

@@ -11,7 +11,7 @@ makes each rank send (T - 1) / T of their bytes over NVLink:
                     as many in the backward
     the embedding   a reduce-scatter, and in the backward an all-gather
     the head        an all-gather, and in the backward a reduce-scatter; three fp32 numbers per token for the
-                    softmax, of each block of rows
+                    softmax
     all layers      in the backward an all-reduce of the gradients of norms, biases and positions, in fp32
 
 A rank waits for all of these, except in the backward of a map whose input is gathered: the input arrives
@@ -103,7 +103,7 @@ def hidden_state_bytes(job: Job) -> int:
 
 def _statistics_bytes(job: Job) -> int:
     """Those of the softmax, in a forward."""
-    return (job.tensor - 1) * _STATISTICS * job.tokens * job.output_blocks
+    return (job.tensor - 1) * _STATISTICS * job.tokens
 
 
 def _norm_bytes(job: Job, layers: int) -> int:

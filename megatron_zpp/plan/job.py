@@ -22,7 +22,7 @@ from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
-from megatron_zpp.zero.reads import Reads, distinct, reads_of
+from megatron_zpp.zero.reads import Reads, reads_of
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 from megatron_zpp.zero.weight_plan import WeightPlan
 from megatron_zpp.zero.whole_matrices import Held, MuonShare, muon_share
@@ -126,12 +126,6 @@ class Job:
         return self.padded_vocab_size // self.tensor
 
     @property
-    def output_blocks(self) -> int:
-        """Blocks that the output weights are in."""
-        rows = self.zero.zero_table_rows
-        return 1 if rows is None else -(-self.padded_vocab_size // rows)
-
-    @property
     def dtype(self) -> torch.dtype:
         """The compute format on a GPU."""
         return getattr(torch, self.precision.compute_dtype(self.device))
@@ -140,7 +134,7 @@ class Job:
     def layouts(self) -> list[Layout]:
         """The layouts of the units, in forward order."""
         splits, matrices = splits_of(self.units), trained_matrices(self.model, self.optimizer)
-        return layouts_of(distinct(self.units), self.mesh, self.block, splits, self.coded, matrices=matrices)
+        return layouts_of(self.units, self.mesh, self.block, splits, self.coded, matrices=matrices)
 
     @cached_property
     def muon(self) -> list[MuonShare]:
@@ -181,19 +175,13 @@ class Job:
     @property
     def layer_layouts(self) -> list[Layout]:
         """The layouts of the units of one layer."""
-        first = self.first_layer
-        return self.layouts[first : first + (2 if self.zero.cuts_layers else 1)]
-
-    @property
-    def first_layer(self) -> int:
-        """How many units there are before the first layer: those of the embedding."""
-        return [name for name, _ in self.units].index("layers.0")
+        return self.layouts[1 : 3 if self.zero.cuts_layers else 2]
 
     @cached_property
     def reads(self) -> Reads:
         """How passes read the units."""
-        layers, first, cut = self.model.num_layers, self.first_layer, self.zero.cuts_layers
-        recomputed = recomputed_units(layers, self.recompute, cut_layers=cut, first_layer=first)
+        layers, cut = self.model.num_layers, self.zero.cuts_layers
+        recomputed = recomputed_units(layers, self.recompute, cut_layers=cut)
         return replace(self.plain_reads, recomputed=tuple(recomputed))
 
     @property
@@ -312,9 +300,8 @@ def units_of(
 ) -> list[tuple[str, nn.Module]]:
     """The modules of one tensor rank's part of a model that read units, on the meta device.
 
-    `zero` says whether layers and tables are cut; by default they are whole.
+    `zero` says whether layers are cut; by default they are whole.
     """
     group, zero = UnconnectedGroup(tensor) if tensor > 1 else None, zero or ZeroConfig()
-    cut, rows = zero.cuts_layers, zero.zero_table_rows
     with torch.device("meta"):
-        return build_model(model, vocab_size, cut_layers=cut, table_rows=rows, group=group).units()
+        return build_model(model, vocab_size, cut_layers=zero.cuts_layers, group=group).units()

@@ -109,19 +109,16 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     accumulated = _gradients(job, whole=True) if job.micro_batches > 1 else 0
     in_backward = job.optimizer.optimizer_in_backward  # so no gradient stays when its unit has stepped
     final = 0 if in_backward else _gradients(job, whole=False)
-    ends = _ends(job)
-    first, total = ends.largest_first, sum(layout.numel for layout in job.layouts)
-    by_loss = int(final * ends.by_loss / total)
-    others = int(final * (1 - ends.by_lookup / total)) - by_loss  # without the embedding's
+    first, total = job.layouts[0].numel, sum(layout.numel for layout in job.layouts)
+    others = int(final * (1 - first / total))  # without the embedding's
     away = offloaded_bytes(job)
     activations = ends_bytes(job) + stored_bytes(job) - away
     table = job.dtype.itemsize * job.entries * job.model.hidden_size  # the head's gradient of it
-    waits = not (job.model.untie_embeddings_and_output_weights or ends.reduced_early)
-    tied = table if waits else 0
+    tied = 0 if job.model.untie_embeddings_and_output_weights else table
     of_layer = [layout.numel for layout in job.layer_layouts]
     most = 2 // len(of_layer)  # layers whose gradients are on their way: two units are
     sent = _sent_bytes(job)
-    head = ends.on_their_way
+    head = job.layouts[-1].numel
     on_their_way = int(sent * (most * sum(of_layer) + head))
     embedding = int(sent * first)
     from_before = 0  # since the last micro-batch
@@ -141,7 +138,7 @@ def _peak_candidates(job: Job) -> dict[str, int]:
         both = max(attention, mlp + copied[1]) if len(of_layer) > 1 else attention + mlp
         points.append((one.layer + 1, one.left + attention_bytes(job) + both))
         for layers, live in points:
-            done = by_loss + int(others * (1 - layers / job.model.num_layers))
+            done = int(others * (1 - layers / job.model.num_layers))
             later = min(job.model.num_layers - layers, most)  # from this backward: none when it starts
             beside = int(sent * (later * sum(of_layer) + head))
             candidates.setdefault("the backward", 0)
@@ -149,7 +146,7 @@ def _peak_candidates(job: Job) -> dict[str, int]:
                 candidates["the backward"], max(accumulated, done) + live + tied + beside
             )
     produced = job.dtype.itemsize * first
-    end = max(final + produced, by_loss + others + produced + tied)
+    end = max(final + produced, others + produced + tied)
     if in_backward:
         end = max(end, produced + _copied_bytes(job, job.layouts[0]))
     if accumulated:  # complete when the embedding's two gradients are added
@@ -167,34 +164,6 @@ def _mlp_numel(job: Job) -> int:
         return job.layer_layouts[1].numel
     shape = layer_shape(job.model)
     return (shape.mlp_input.weights + shape.mlp_output.weights) // job.tensor
-
-
-@dataclass(frozen=True)
-class _Ends:
-    """Elements of the gradients of embedding and head: of whole tables, or of tables in blocks.
-
-    `reduced_early`: those of a tied table's blocks are reduced when the loss has made them, and again.
-    """
-
-    largest_first: int  # of the largest unit that the end of the backward makes
-    by_lookup: int  # of all units of which it makes the only gradient, or the last one
-    by_loss: int  # of the units that the loss makes, in blocks, before the layers'
-    on_their_way: int  # of those of the loss whose reductions are under way while the layers' begin
-    reduced_early: bool
-
-
-def _ends(job: Job) -> _Ends:
-    sizes = [layout.numel for layout in job.layouts]
-    if job.zero.zero_table_rows is None:
-        return _Ends(sizes[0], sizes[0], 0, sizes[-1], reduced_early=False)
-    first, stop = job.first_layer, job.first_layer + len(job.layer_layouts) * job.model.num_layers
-    early = job.communication.reduces_places and len(job.reads.units) > len(sizes)
-    tables = {unit for places in job.reads.places if len(places) > 1 for unit in job.reads.units[places[0]]}
-    of_loss = {*range(stop, len(sizes)), *(tables if early else ())}
-    by_lookup = sum(sizes[unit] for unit in range(first) if unit not in of_loss)
-    by_loss = sum(sizes[unit] for unit in of_loss)
-    largest = max(sizes[:first])
-    return _Ends(largest, by_lookup, by_loss, 2 * max(sizes[unit] for unit in of_loss), reduced_early=early)
 
 
 def _sent_bytes(job: Job) -> float:

@@ -4,7 +4,7 @@ Tried together: micro-batches of every size that divides the batch, recomputatio
 full, or full in the first layers), ZeRO's stages, hpZ and gradient groups of whole nodes or as given, and all
 numbers of tensor ranks. Where a long sample does not fit, or fits only with recomputation, also context
 ranks, and the MLP in chunks. What makes a step slower than other ways to save memory is tried only where
-nothing fits without it: units of sublayers, tables in blocks, then the optimizer in CPU memory.
+nothing fits without it: units of sublayers, then the optimizer in CPU memory.
 
 These settings leave the numerics alone: they move the same numbers, and at most add them in another order.
 Formats of 8 and 4 bits do not, and are searched by themselves (`in_fewer_bits`).
@@ -27,7 +27,6 @@ from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.plan.job import Job, units_of
 
 _CHUNK = 8192  # tokens of a chunk of an MLP: products of these read their weights in little of their time
-_MULTIPLE = 64  # rows of a block: whole tiles of matrix products
 
 OFF, SELECTIVE = RecomputeConfig(), RecomputeConfig(recompute_granularity="selective")
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform")
@@ -59,7 +58,8 @@ def bases(run: Job) -> Iterator[Job]:
     on_gpu = run.zero.zero_offload_optimizer and replace(run.zero, zero_offload_optimizer=False)
     plain = run.varied(zero=on_gpu) if on_gpu else run
     yield plain
-    cut = with_units(plain, zero_unit="sublayer", zero_table_rows=suggested_rows(run))
+    zero = replace(plain.zero, zero_unit="sublayer")
+    cut = plain.varied(zero=zero, units=units_of(plain.model, plain.vocab_size, plain.tensor, zero))
     yield cut
     if run.may_offload:
         for base in (plain, cut):
@@ -129,7 +129,6 @@ def _settings(
                 zero_gradient_partition_size=group,
                 zero_offload_optimizer=given.zero_offload_optimizer,
                 zero_unit=given.zero_unit,
-                zero_table_rows=given.zero_table_rows,
                 zero_prefetch_units=given.zero_prefetch_units if stage == 3 or keep else None,
                 **of_messages,
             )
@@ -149,17 +148,13 @@ def _with_ranks(job: Job, sizes: set[int], context: int) -> Iterator[Job]:
         if (size, context) == (job.tensor, job.context):
             yield job
             continue
-        zero = job.zero
-        if (zero.zero_table_rows or 0) % size:  # each block is shared
-            zero = replace(zero, zero_table_rows=None)
         samples = job.samples_per_step // data_ranks
         micro = job.micro_batch_size if samples % job.micro_batch_size == 0 else 1
         if job.may_resize or micro == job.micro_batch_size:
             yield job.varied(
                 tensor=size,
                 context=context,
-                zero=zero,
-                units=units_of(job.model, job.vocab_size, size, zero),
+                units=units_of(job.model, job.vocab_size, size, job.zero),
                 micro_batch_size=micro,
                 micro_batches=samples // micro,
             )
@@ -218,29 +213,6 @@ def in_chunks_as(job: Job, recompute: RecomputeConfig) -> RecomputeConfig:
     return replace(recompute, mlp_chunks_for_training=job.recompute.mlp_chunks_for_training)
 
 
-def with_units(job: Job, **zero: Any) -> Job:
-    """The job with other units."""
-    changed = replace(job.zero, **{name: value for name, value in zero.items() if value is not None})
-    return job.varied(zero=changed, units=units_of(job.model, job.vocab_size, job.tensor, changed))
-
-
-def suggested_rows(job: Job) -> int | None:
-    """Rows of blocks whose units are as large as a third of a layer; None for tables that are best as given.
-
-    Those are tables smaller than a layer, and tables that are in blocks already, that tensor ranks share or
-    that 8-bit products multiply. Blocks are equal if fewer than twice as many can be.
-    """
-    entries, width = job.padded_vocab_size, job.model.hidden_size
-    layer = sum(each.numel for layout in job.layer_layouts for each in layout.placements)
-    whole = job.tensor > 1 or job.precision.fp8_output_layer
-    if whole or job.zero.zero_table_rows is not None or entries * width <= layer:
-        return None
-    fewest = -(-3 * entries * width // layer)
-    equal = (blocks for blocks in range(fewest, 2 * fewest) if entries % (blocks * _MULTIPLE) == 0)
-    rows = -(-entries // next(equal, fewest))
-    return -(-rows // _MULTIPLE) * _MULTIPLE
-
-
 def suggested_chunks(job: Job) -> int:
     """Chunks of an MLP in which products still have enough tokens; 1 where they are given, or few tokens."""
     if job.recompute.mlp_chunks_for_training > 1:
@@ -256,6 +228,5 @@ def with_samples_of(job: Job, tokens: int) -> Job:
     model = replace(job.model, seq_length=tokens, max_position_embeddings=tokens)
     one_layer = replace(model, num_layers=1, window_attn_skip_freq=None)
     small = units_of(one_layer, job.vocab_size, job.tensor, job.zero)
-    first, stop = job.first_layer, len(small) - len(job.layer_layouts) - job.first_layer
-    units = [*small[:first], *job.units[first : len(job.units) - stop], *small[len(small) - stop :]]
+    units = [small[0], *job.units[1:-1], small[-1]]
     return job.varied(model=model, units=units)

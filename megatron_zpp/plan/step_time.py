@@ -160,13 +160,11 @@ def overlap_slowdown(job: Job) -> float:
 
 
 def _recomputed_flops(job: Job) -> float:
-    """FLOPs per token of recomputed layers, MLPs and logits, and with `selective` of attention's scores."""
-    model = job.model
-    logits = 0.0 if job.zero.zero_table_rows is None else 2.0 * model.hidden_size * job.padded_vocab_size
+    """FLOPs per token of recomputed layers and MLPs, and with `selective` of attention's scores."""
     scores, again = attention_flops(job), 2.0 * recomputed_matrices(job)
     if job.recompute.recompute_granularity == "selective":
-        return logits + again + scores
-    return logits + again + recomputed_layers(job) / model.num_layers * scores
+        return again + scores
+    return again + recomputed_layers(job) / job.model.num_layers * scores
 
 
 def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:

@@ -51,9 +51,6 @@ def traffic_of(job: Job) -> list[Pass]:
     walked = min(job.micro_batches, _DIFFERENT)
     order = [(forward, index) for index in range(walked) for forward in (True, False)]
     plan, none = job.communication, SentBytes()
-    # Reductions before a unit's last one of a backward.
-    places = plan.reads.places if plan.reduces_places else ()
-    early = Counter({unit: len(of_unit) - 1 for unit, of_unit in enumerate(places)})
     units = Counter(range(len(plan.weights)))
     passes = []
     for (forward, index), gathers in zip(order, _gathers_of(job, order), strict=True):
@@ -64,7 +61,7 @@ def traffic_of(job: Job) -> list[Pass]:
                 forward=forward,
                 times=job.micro_batches - walked + 1 if between else 1,
                 gathered=_gathered(job, gathers),
-                reduced=none if forward else _reduced(job, early, False) + _reduced(job, units, last),
+                reduced=none if forward else _reduced(job, units, last),
                 alone=none if forward else _reduced(job, Counter([0]), last),
                 decoded=_decoded(job, gathers),
                 cast=_cast(job, gathers),

@@ -59,17 +59,13 @@ class UnitBuilder:
         codes. A rank never holds more of the model than its shards, the slots and the one parameter that is
         being initialised.
         """
-        plan, newest = self._plan, dict[str, Tensor]()
+        plan = self._plan
 
         def drawn(placement: Placement) -> Tensor:
-            """Initial values of a whole parameter, fp32; units with rows of a table have one in common."""
-            name = placement.name
-            if name not in newest:
-                newest.clear()  # only one whole parameter is held
-                initial = torch.empty(placement.shape, dtype=torch.float32, device=self._device)
-                fill(initialize, name, initial)
-                newest[name] = initial
-            return newest[name]
+            """Initial values of a whole parameter, fp32."""
+            whole = torch.empty(placement.shape, dtype=torch.float32, device=self._device)
+            fill(initialize, placement.name, whole)
+            return whole
 
         slots: dict[int, Tensor] = {}
         for slot, weights in zip(plan.slots, plan.weights, strict=True):
@@ -308,26 +304,21 @@ def layouts_of(
     `splits`: how tensor ranks share parameters; modules have one rank's parts. `coded`: the parameters that
     are held as codes, first in their units. `decoupled`: those with the second learning rate.
     `rate_factors`: of learning rate and epsilon, where they are not 1. `matrices`: those that Muon trains,
-    and the rows of each matrix in them. A module with some rows of a table says which, as `block_rows`, and
-    how many rows the table has, as `table_entries`.
+    and the rows of each matrix in them.
     """
     layouts = []
     for unit, module in modules:
-        rows, entries = getattr(module, "block_rows", None), getattr(module, "table_entries", 0)
         placements = []
         for path, parameter in in_order(module):
             name, shape = inside(unit, path), tuple(parameter.shape)
             split = splits.get(name)
             if split is not None:
                 shape = split.whole_shape(shape)
-            if rows is not None:
-                shape = (entries, *shape[1:])
             placements.append(
                 Placement(
                     name=name,
                     shape=shape,
                     split=split,
-                    rows=rows,
                     decays=_decays(parameter),
                     decoupled=name in decoupled,
                     rate_factor=rate_factors.get(name, 1.0),

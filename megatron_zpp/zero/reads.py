@@ -1,7 +1,7 @@
 """The order in which the passes of a model read the parameters of its units: arithmetic on values.
 
 A module of `model.units()` is a place in the forward. Most units have one place. Modules with the same
-parameters are places of one unit: a block of a tied table is read by the lookup of tokens and by the loss.
+parameters are places of one unit, as two layers that are tied.
 Most places have one unit. A module of which some parameters are frozen has two, which are gathered together.
 """
 
@@ -19,13 +19,11 @@ class Reads:
     """`units`: the units at each place, in the order of the forward; units are numbered by first place.
 
     `recomputed`: ranges of places whose forward is repeated before the backward of their last place.
-    `forward_only`: places whose backward does not read the parameters. `around`: units that are read while
-    others are, so that they cannot take turns with these.
+    `around`: units that are read while others are, so that they cannot take turns with these.
     """
 
     units: tuple[tuple[int, ...], ...]
     recomputed: tuple[range, ...] = ()
-    forward_only: frozenset[int] = frozenset()
     around: frozenset[int] = frozenset()
 
     @cached_property
@@ -37,8 +35,7 @@ class Reads:
         order: list[int] = []
         first_of = {chunk[-1]: chunk[0] for chunk in self.recomputed}
         for place in reversed(range(len(self.units))):
-            if place not in self.forward_only:
-                order += range(first_of.get(place, place), place + 1)
+            order += range(first_of.get(place, place), place + 1)
         return tuple(order)
 
     @property
@@ -116,19 +113,14 @@ def without_inner(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, P
 def reads_of(units: NamedUnits, recomputed: Sequence[range] = ()) -> Reads:
     """How passes read the units of a model whose modules in forward order are these.
 
-    A module with `read_by_backward` False needs no parameters in its backward. A module with other units
-    inside is read while they are.
+    A module with other units inside is read while they are.
     """
     numbers: dict[tuple[int, ...], int] = {}
     by_place = tuple(
         tuple(numbers.setdefault(key_of(part), len(numbers)) for part in parts_of(unit)) for _, unit in units
     )
-    modules = [module_of(unit) for _, unit in units]
-    forward_only = frozenset(
-        place for place, module in enumerate(modules) if not getattr(module, "read_by_backward", True)
-    )
     around = (numbers for (_, unit), numbers in zip(units, by_place, strict=True) if isinstance(unit, Part))
-    return Reads(by_place, tuple(recomputed), forward_only, frozenset(chain.from_iterable(around)))
+    return Reads(by_place, tuple(recomputed), frozenset(chain.from_iterable(around)))
 
 
 def parts_of(unit: Parameters) -> list[Parameters]:

@@ -291,8 +291,6 @@ SHAPE = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, seq_leng
     [
         ({"zero_unit": "layer"}, {"cut_layers": True}, "--zero-unit layer: .*cut_layers=False"),
         ({"zero_unit": "sublayer"}, {}, "--zero-unit sublayer: .*cut_layers=True"),
-        ({}, {"table_rows": 37}, "--zero-table-rows None: .* with table_rows=None"),
-        ({"zero_table_rows": 20}, {}, "--zero-table-rows 20: .* with table_rows=20"),
     ],
 )
 def test_an_engine_refuses_a_model_of_other_units(

@@ -92,20 +92,16 @@ def test_another_model_or_tokenizer_is_refused(tmp_path: Path) -> None:
         load_checkpoint(path, small(), {**TOKENIZER, "fingerprint": "0" * 64}, with_optimizer=True)
 
 
-def test_blocks_take_after_the_blocks_that_have_their_rows() -> None:
-    """The formats of weight differences, from a whole table to blocks, and to blocks of another size."""
+def test_units_take_after_the_units_that_have_their_parameters() -> None:
+    """The formats of weight differences, from a layer to its halves and back, and from rows of a table."""
 
-    def units(*rows: tuple[int, int]) -> list[dict[str, Any]]:
-        entries = [{"shape": [100, 4]} | ({"rows": [*each]} if each != (0, 100) else {}) for each in rows]
-        return [{"parameters": {"table": entry}} for entry in entries]
+    def units(*names: str) -> list[dict[str, Any]]:
+        return [{"parameters": dict.fromkeys(each)} for each in names]
 
-    whole, halves, others = units((0, 100)), units((0, 50), (50, 50)), units((0, 40), (40, 40), (80, 20))
-    of_whole = {"raised": [True], "measured": [[4.0, 1.0]]}
-    of_halves = {"raised": [False, True], "measured": [[4.0, 1.0], [9.0, 8.0]]}
-    assert formats_of_units(of_whole, whole, halves) == {"raised": [True] * 2, "measured": [[4.0, 1.0]] * 2}
-    assert formats_of_units(of_halves, halves, halves) == of_halves
-    assert formats_of_units(of_halves, halves, others) == {
-        "raised": [False, True, True],
-        "measured": [[4.0, 1.0], [13.0, 9.0], [9.0, 8.0]],
-    }
-    assert formats_of_units(of_halves, halves, whole) == {"raised": [True], "measured": [[13.0, 9.0]]}
+    layer, halves, table, rows = units("ab"), units("a", "b"), units("t"), units("t", "t")
+    of_one = {"raised": [True], "measured": [[4.0, 1.0]]}
+    of_two = {"raised": [False, True], "measured": [[4.0, 1.0], [9.0, 8.0]]}
+    assert formats_of_units(of_one, layer, halves) == {"raised": [True] * 2, "measured": [[4.0, 1.0]] * 2}
+    assert formats_of_units(of_two, halves, halves) == of_two
+    for saved, present in ((halves, layer), (rows, table)):
+        assert formats_of_units(of_two, saved, present) == {"raised": [True], "measured": [[13.0, 9.0]]}

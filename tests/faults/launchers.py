@@ -53,10 +53,6 @@ LAUNCHERS = [
         ": not possible on nodes of 4 data ranks; give 1, 2, 4 or auto",
     ),
     refused_on_four(
-        "--zero-stage 3 --zero-table-rows 61 --tensor-model-parallel-size 2",
-        "--zero-table-rows 61: must be a multiple of --tensor-model-parallel-size 2, which share each block",
-    ),
-    refused_on_four(
         "--zero-stage 1 --zero-quantized-weights --zero-quantized-weights-format delta4",
         ": needs 2 or more nodes; on one node use int8, or omit",
     ),

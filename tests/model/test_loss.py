@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megatron_zpp.model import loss as loss_module
 from megatron_zpp.model.loss import IGNORED, LossKernels, Objective, chunk_rows, linear_cross_entropy
-from megatron_zpp.model.parallel.layers import VocabularyParallelLoss
-from megatron_zpp.model.row_blocks import PLAIN, BlockPasses, OutputBlock, OutputBlocks, blocks_of
+from megatron_zpp.model.parallel.loss import VocabularyParallelLoss
 
 CHUNK = 7  # tokens
 WIDE, NARROW = 48, 2  # hidden sizes, such that 15 tokens keep the gradient of the logits, or fp32 sums
@@ -53,32 +52,7 @@ def over_ranks(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
     return total
 
 
-IN_CHUNKS = BlockPasses(chunk_bytes=4 * 7 * 10)  # of 7 tokens with blocks of 10 rows
-
-
-def in_blocks(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    objective: Objective,
-    rows: int = 10,
-    passes: BlockPasses = PLAIN,
-) -> Tensor:
-    """The loss of blocks of the `weight`, which gets their gradients."""
-    parts = weight.split(rows)
-    blocks = OutputBlocks(blocks_of(OutputBlock, *weight.shape, rows))
-    for block, part in zip(blocks.blocks, parts, strict=True):
-        del block.weight
-        block.weight = part  # not a leaf
-    return blocks.loss(x, targets, objective, passes)
-
-
-LOSSES: dict[str, Loss] = {
-    "chunks": chunked,
-    "ranks": partial(chunked, passes=LossKernels(over_ranks)),
-    "blocks": in_blocks,
-    "blocks in chunks": partial(in_blocks, passes=IN_CHUNKS),
-}
+LOSSES: dict[str, Loss] = {"chunks": chunked, "ranks": partial(chunked, passes=LossKernels(over_ranks))}
 OBJECTIVES: list[dict[str, float]] = [{}, {"cap": 4.0}, {"z_coeff": 0.01}, {"cap": 4.0, "z_coeff": 0.01}]
 
 
@@ -122,10 +96,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_float64_is_torchs_loss(loss: str, tokens: int, width: int, vocab: int, padded: int) -> None:
-    """Any number of chunks, whole or not, of a vocabulary with and without padding, ids that do not count.
-
-    Blocks pad the vocabulary, all or in part, and one is larger than the table.
-    """
+    """Any number of chunks, whole or not, of a vocabulary with and without padding, ids that do not count."""
     for ignored, more in itertools.product((0, 3), OBJECTIVES):
         x, weight, targets, _ = inputs(tokens, width, vocab, padded, torch.float64)
         targets[1 : 1 + ignored] = IGNORED
@@ -141,7 +112,7 @@ def test_each_format_is_as_exact_as_the_plain_loss(dtype: torch.dtype, width: in
 
     The plain loss rounds the gradient of the logits once, ours once more, or what it is multiplied with,
     because of the factor; both round the product. Errors of independent roundings add up as squares: √3 / √2
-    of the plain error, below 2. The logits of blocks are rounded after other sums.
+    of the plain error, below 2.
     """
     for tokens, more in itertools.product((15, 200), OBJECTIVES):
         x, weight, targets, _ = inputs(tokens, width, 50, 64, dtype)
@@ -150,8 +121,6 @@ def test_each_format_is_as_exact_as_the_plain_loss(dtype: torch.dtype, width: in
         found, expected = results(LOSSES[loss], *given, factor=0.7), results(plain, *given, factor=0.7)
         assert found[0].dtype == torch.float32
         rounding = 4 * torch.finfo(torch.float32).eps * expected[0].max()
-        if "blocks" in loss:
-            rounding = torch.finfo(dtype).eps * (given[0].double() @ given[1].double().T).abs().max()
         assert torch.allclose(found[0], expected[0], rtol=0, atol=rounding.item())
         for ours, plains, exacts in zip(found[1:], expected[1:], exact[1:], strict=True):
             assert ours.dtype == dtype
@@ -233,13 +202,11 @@ def test_ids_that_all_do_not_count_give_zero(width: int) -> None:
     assert torch.count_nonzero(of_x) == torch.count_nonzero(of_weight) == 0
 
 
-@pytest.mark.parametrize(("loss_of", "width"), [(chunked, WIDE), (chunked, NARROW), (in_blocks, WIDE)])
+@pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["x", "weight", "factor"])
-def test_what_is_not_finite_stays_so(
-    place: str, poison: float, dtype: torch.dtype, loss_of: Loss, width: int
-) -> None:
+def test_what_is_not_finite_stays_so(place: str, poison: float, dtype: torch.dtype, width: int) -> None:
     """As plain torch has it, so that the step is skipped."""
     x, weight, targets, objective = inputs(15, width, 50, 64, dtype)
     factor = poison if place == "factor" else 1.0
@@ -247,11 +214,11 @@ def test_what_is_not_finite_stays_so(
         x[9, 1] = poison
     if place == "weight":
         weight[3, 0] = poison
-    loss, *gradients = results(loss_of, x, weight, targets, objective, factor)
+    loss, *gradients = results(chunked, x, weight, targets, objective, factor)
     assert torch.isfinite(loss).item() == (place == "factor")
     for gradient in gradients:
         assert not torch.isfinite(gradient).all()
-    if place == "x" and loss_of is chunked:
+    if place == "x":
         assert not torch.isfinite(gradients[0][9]).any()
 
 

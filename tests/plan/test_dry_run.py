@@ -105,15 +105,6 @@ def test_a_run_that_does_not_fit_and_one_that_is_best_are_told_so() -> None:
     assert "  this run\n" in said  # one column
 
 
-def test_a_large_vocabulary_in_blocks_takes_the_arena_of_a_small_one() -> None:
-    flags = "--dry-run --zero-stage 3 --model-preset 1.3b --vocab-size 256000 --global-batch-size 704 "
-    flags += "--plan-nodes 2 --plan-gpus-per-node 8 --plan-link-gbit 100"
-    plans = [printed(*flags.split(), *more) for more in ((), ("--zero-table-rows", "8192"))]
-    assert "tables in units of 8192 rows" in plans[1]
-    sizes = [float(re.search(r"buffers of gathers and reductions +(\S+)", plan)[1]) for plan in plans]
-    assert sizes[1] < 0.3 * sizes[0]
-
-
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [

@@ -214,7 +214,7 @@ COMMANDS = [
     f"{PLAN} --zero-stage 1 --tensor-model-parallel-size 8 --micro-batch-size 2",
     f"{PLAN} --zero-stage 3 --fp8 --fp8-recipe delayed --fp8-param-gather --fp8-output-layer",
     f"{PLAN} --micro-batch-size 4 --recompute-activations --zero-gradient-partition-size 4 --zero-stage 2",
-    f"{PLAN} --plan-nodes 1 --zero-table-rows 4096 --zero-offload-optimizer --zero-unit sublayer",
+    f"{PLAN} --plan-nodes 1 --zero-offload-optimizer --zero-unit sublayer",
     PLAN.replace("--global-batch-size 128", "--micro-batch-size 4"),
     f"{PLAN} --plan-nodes 1 --plan-gpus-per-node 4 {LONG} --context-parallel-size 4 --cp-comm-type p2p",
     f"{PLAN} --plan-nodes 1 --plan-gpus-per-node 2 {LONG} --mlp-chunks-for-training 4 {RECOMPUTED}",

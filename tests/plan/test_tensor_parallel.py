@@ -54,7 +54,6 @@ class Case:
     micro_batches: int = 1
     tensor: int = 2
     overlapped: bool = False
-    rows: int | None = None
 
     def engine(self, topology: Topology) -> ZeroEngine:
         return engine_of(self.job(), topology)
@@ -63,7 +62,7 @@ class Case:
         job = job_of(
             MODELS[self.model],
             VOCAB,
-            zero={"zero_stage": self.stage, "zero_table_rows": self.rows},
+            zero={"zero_stage": self.stage},
             recompute=RECOMPUTE[self.recompute],
             precision=PrecisionConfig(**{self.precision: True}),
             micro_batch_size=SAMPLES,
@@ -186,7 +185,6 @@ EXCHANGED = [
     Case(precision="fp32", recompute="full"),
     Case("llama", "full", overlapped=True),
     Case(tensor=4, overlapped=True),
-    Case("llama", rows=100),
 ]
 
 
@@ -212,7 +210,6 @@ MUON, NORMUON = (replace(ADAMW, optimizer="muon", muon_row_scaling_beta2=beta2) 
 SHARED = [
     *(({"zero_stage": stage}, ADAMW) for stage in (0, 1, 2, 3)),
     ({"zero_stage": 3} | QWZ | HPZ | QGZ, ADAMW),
-    ({"zero_stage": 3, "zero_table_rows": 100}, ADAMW),
     ({"zero_stage": 3} | HPZ | {"zero_gradient_partition_size": "auto"}, ADAMW),
     ({"zero_stage": 0}, MUON),
     ({"zero_stage": 3}, NORMUON),

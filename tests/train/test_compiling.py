@@ -38,14 +38,13 @@ def three_steps(
     stage: int = 0,
     recompute: str = "stored",
     unit: Literal["layer", "sublayer"] = "layer",
-    rows: int | None = None,
     **changes: Any,
 ) -> tuple[list[float], list[str]]:
     """Losses of steps and evaluations, with generation in between; and the messages about further graphs."""
     torch._dynamo.reset()
     torch.set_num_threads(1)
     config = ModelConfig(**SHAPE | changes, hidden_dropout=0.1, attention_dropout=0.1)
-    zero = ZeroConfig(zero_stage=stage, zero_unit=unit, zero_table_rows=rows)
+    zero = ZeroConfig(zero_stage=stage, zero_unit=unit)
     recomputed = RecomputeConfig(**RECOMPUTED[recompute])
     engine = engine_of(config, VOCABULARY, zero=zero, recompute=recomputed, topology=topology)
     said: list[str] = []

@@ -7,10 +7,10 @@ from megatron_zpp.train.setup.device import prepare_device
 from tests.train.conftest import BYTES, TINY
 
 
-def test_halves_of_layers_and_blocks_of_tables_have_their_rates_beside_muon() -> None:
-    """Blocks have the decoupled one, as all parameters that Muon does not train."""
+def test_halves_of_layers_and_tables_have_their_rates_beside_muon() -> None:
+    """Tables have the decoupled one, as all parameters that Muon does not train."""
     line = "--mock-data --train-iters 1 --device cpu --optimizer muon --decoupled-lr 1e-3".split()
-    line += "--zero-table-rows 64 --untie-embeddings-and-output-weights --zero-unit sublayer".split()
+    line += "--untie-embeddings-and-output-weights --zero-unit sublayer".split()
     config = parse_args([*BYTES, *TINY, *line])
     engine = build_engine(config, 257, prepare_device(config, Topology()), Topology())
     for unit in engine.units:

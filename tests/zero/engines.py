@@ -72,7 +72,6 @@ def engine_of(
             recompute,
             kernel,
             cut_layers=zero.cuts_layers,
-            table_rows=zero.zero_table_rows,
             norms=norm_classes(fused_backend),
             group=group,
             overlapped=overlapped,

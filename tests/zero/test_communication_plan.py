@@ -9,6 +9,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
+from megatron_zpp.zero.reads import Reads
 from tests.zero.layouts import layout_of
 
 
@@ -106,3 +107,12 @@ def test_weights_that_the_optimizer_has_whole_are_not_gathered(nodes: int, local
     """At stage 0, and at stages 1 and 2 of one rank."""
     plan = plan_of(nodes, local, zero_stage=stage)
     assert plan.gathers_in_place == (stage == 0 or (stage < 3 and nodes * local == 1))
+
+
+def test_orders_of_reads() -> None:
+    """Two layers, three more of which the last two are recomputed, and layers tied to the first two."""
+    units = ((0,), (1,), (2,), (3,), (4,), (0,), (1,))
+    reads = Reads(units, (range(3, 5),))
+    assert reads.backward == (6, 5, 3, 4, 3, 2, 1, 0)
+    assert reads.orders == (units, ((1,), (0,), (3,), (4,), (3,), (2,), (1,), (0,)))
+    assert reads.places == ((0, 5), (1, 6), (2,), (3,), (4,))

@@ -48,12 +48,13 @@ def test_no_forward_moves_the_weights_of_an_lstm(monkeypatch: pytest.MonkeyPatch
 
 
 def test_two_nodes_train_modules_of_users_as_torch_does() -> None:
-    """Some at stage 3; LoRA and units inside units with the other settings too."""
+    """Some at stage 3; LoRA, units inside units and tied units with the other settings too."""
     cases = [(kind, STAGES[3]) for kind in list(TRAINED)[::2]]
     cases += [
         (kind, zero) for zero in (NO_PREFETCH, STAGES[1], GROUPED, HPZ) for kind in ("LoRA", "the rest")
     ]
     cases += [("nested", NO_PREFETCH), ("nested", HPZ)]
+    cases += [("tied units", zero) for zero in (*STAGES[1:], GROUPED, HPZ)]
     on_ranks(4, check_trained, cases, ranks_per_node=2)
 
 

@@ -278,6 +278,13 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         for name, takes in (("--buddy-snapshots", int), ("--buddy-directory", str))
     ),
     retired(
+        "--zero-table-rows",
+        int,
+        "tables of the vocabulary are whole",
+        "omit it; the loss is computed in chunks of tokens, and --tensor-model-parallel-size or "
+        "--recompute-granularity full saves memory",
+    ),
+    retired(
         "--zero-quantization-block", 256, "blocks have 256 elements, and those of unrotated gradients 128"
     ),
     retired(

@@ -13,31 +13,20 @@ backward gathers it again, beside the product that does not need it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Axis
 from megatron_zpp.model.gpt import GPT, Head, embedding
-from megatron_zpp.model.loss import (
-    IGNORED,
-    LossKernels,
-    Objective,
-    logits_to_codes,
-    unit,
-    z_terms,
-)
+from megatron_zpp.model.loss import LossKernels
 from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
-from megatron_zpp.model.partial_softmax import local_gradient, local_statistics
+from megatron_zpp.model.parallel.loss import Compiler, VocabularyParallelLoss
 from megatron_zpp.model.recomputation import mlps_again
 from megatron_zpp.placement import Split
-
-Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +105,6 @@ def exchanges_of_rows(model: GPT) -> list[tuple[int, int]]:
     A layer has two pairs of a gather of hidden states and a scatter. The backward of a pair scatters and
     gathers their gradients, and gathers the input of the first map again, unless products are of 8-bit
     floats, which keep it whole. MLPs that the backward computes again in chunks gather and scatter once more.
-    Of the units of the embedding, and of those of the head, the first one stands for all.
     """
     first = model.layers[0]
     qkv = first.attention.qkv
@@ -125,12 +113,8 @@ def exchanges_of_rows(model: GPT) -> list[tuple[int, int]]:
     for index in range(len(model.layers)):
         mlp = pair + 2 * (index in repeated)
         layers += [(2, pair), (2, mlp)] if model.cut_layers else [(4, pair + mlp)]
-    units = [name for name, _ in model.units()]
-    before = units.index("layers.0")
-    after = len(units) - before - len(layers)
-    times = [(1, 1), *[(0, 0)] * (before - 1), *layers, (1, 1), *[(0, 0)] * (after - 1)]
     sent = (model.tensor_ranks - 1) * model.config.hidden_size  # in one gather or scatter
-    return [(forward * sent, backward * sent) for forward, backward in times]
+    return [(forward * sent, backward * sent) for forward, backward in ((1, 1), *layers, (1, 1))]
 
 
 class ColumnParallel(nn.Linear):
@@ -199,73 +183,9 @@ class VocabularyParallelHead(Head):
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """(B · S, D) and this rank's entries of the table -> (B, S, V). For inference alone."""
-        return of_all_ranks(self.group, F.linear(x, weight)).unflatten(0, (-1, self._tokens))
+        parts = self.group.gather(F.linear(x, weight)[None])  # (T, B · S, V / T)
+        return parts.movedim(0, 1).flatten(1).unflatten(0, (-1, self._tokens))
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
         self.passes = VocabularyParallelLoss(self.group, compiler).kernels()
-
-
-def of_all_ranks(group: TensorGroup, logits: Tensor) -> Tensor:
-    """Logits (N, V / T) of some entries -> of all, (N, V)."""
-    return group.gather(logits[None]).movedim(0, 1).flatten(1)
-
-
-class VocabularyParallelLoss:
-    """The parts of the loss that are not products, where each rank has V / T of the logits of all tokens.
-
-    Each rank finds the maximum, the sum of exponentials and the target's logit among its entries. One
-    exchange of these three numbers per token tells all ranks the softmax.
-    """
-
-    def __init__(self, group: TensorGroup, compiler: Compiler = lambda function: function) -> None:
-        self._group = group
-        self._local, self._to_gradient = compiler(local_statistics), compiler(_to_gradient)
-
-    def kernels(self) -> LossKernels:
-        """The loss as kernels for `linear_cross_entropy`; its targets are ids of the whole vocabulary."""
-        to_codes = partial(logits_to_codes, to_gradient=self.to_gradient)
-        return LossKernels(self.to_gradient, lean=True, loss=self.loss, to_codes=to_codes)
-
-    def to_gradient(self, logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
-        """As loss.logits_to_gradient, of logits (C, V / T)."""
-        place, own = self._own(logits, targets, objective)
-        statistics = self._statistics(logits, place, own)
-        return self._to_gradient(logits, targets != IGNORED, place, statistics, own)
-
-    def loss(self, logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
-        """The sum of the cross-entropies of logits (C, V / T), which stay as they are."""
-        likelihood, _ = _likelihood(self._statistics(logits, *self._own(logits, targets, objective)))
-        return -torch.where(targets != IGNORED, likelihood, 0.0).sum()
-
-    def _statistics(self, logits: Tensor, place: Tensor, own: Objective) -> Tensor:
-        return self._group.gather(self._local(logits, place, own)[None])  # (T, 3, C)
-
-    def _own(self, logits: Tensor, targets: Tensor, objective: Objective) -> tuple[Tensor, Objective]:
-        """Targets (C) as columns of this rank, and the objective with those that do not only pad."""
-        columns = logits.shape[1]
-        first = self._group.rank * columns
-        entries = min(max(objective.vocab_size - first, 0), columns)
-        return targets - first, objective._replace(vocab_size=entries)
-
-
-def _likelihood(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """The log-likelihood of the target, and the logarithm of the sum of exponentials, each (C)."""
-    largest, totals, wanted = statistics.unbind(1)  # each (T, C)
-    most = largest.amax(0)
-    log_total = most + torch.log((totals * torch.exp(largest - most)).sum(0))
-    return wanted.sum(0) - log_total, log_total
-
-
-def _to_gradient(
-    logits: Tensor, counted: Tensor, place: Tensor, statistics: Tensor, own: Objective
-) -> Tensor:
-    """The losses; logits (C, V / T) become their gradient times `unit`."""
-    likelihood, log_total = _likelihood(statistics)
-    message = torch.stack((counted.to(log_total.dtype), log_total, likelihood))
-    local_gradient(logits, place, message, own, unit(logits.dtype))
-    loss = -torch.where(counted, likelihood, 0.0).sum()
-    if own.z_coeff == 0:
-        return loss
-    z_loss, _ = z_terms(log_total, own.z_coeff)
-    return torch.stack((loss, torch.where(counted, z_loss, 0.0).sum()))

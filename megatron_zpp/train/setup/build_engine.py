@@ -53,7 +53,6 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
             config.recompute,
             device.attention,
             cut_layers=config.zero.cuts_layers,
-            table_rows=config.zero.zero_table_rows,
             norms=norm_classes(device.fused_backend),
             matmuls=matmuls,
             group=group,

@@ -54,7 +54,7 @@ def test_a_run_starts_from_hugging_face_weights(tool: Callable[..., str], bpe: P
     source = save(model, bpe, tmp_path / "theirs", max_shard_size="9KB")
     tool("import", source, tmp_path / "ours")
     flags = [*SHAPE_FLAGS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
-    flags += "--zero-stage 3 --zero-table-rows 100 --train-iters 1 --lr 1e-30 --weight-decay 0".split()
+    flags += "--zero-stage 3 --train-iters 1 --lr 1e-30 --weight-decay 0".split()
     out = []
     for load in (f"hf:{source}", str(tmp_path / "ours")):
         saved = tmp_path / f"run{len(out)}"
