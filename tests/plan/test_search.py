@@ -20,11 +20,11 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changed_flags
-from megatron_zpp.plan.hardware import GPUS, Machine, machine
+from megatron_zpp.plan.hardware import GPUS, USABLE, Machine, machine
 from megatron_zpp.plan.job import Job, units_of
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.search import WORTH, Found, fastest, plan_of, search
-from megatron_zpp.plan.space import FULL, OFF, SELECTIVE, Space
+from megatron_zpp.plan.space import FULL, OFF, SELECTIVE, Space, bases
 from megatron_zpp.plan.step_time import step_time
 from megatron_zpp.plan.traffic import traffic_of
 from megatron_zpp.train.auto import resolved
@@ -144,6 +144,16 @@ def test_what_costs_time_is_taken_where_nothing_fits_without_it() -> None:
     nothing = found(preset("175b", 1, 2, 16))
     assert nothing.best is None
     assert nothing.least.memory.peak < nothing.run.memory.peak
+
+
+def test_sublayers_are_taken_where_nothing_fits_without_them() -> None:
+    """Between the least memory of whole layers in units, and that of sublayers."""
+    job = preset("1.3b", 8, 1, 16, recompute=FULL_FLAGS)
+    whole, cut = (memory_of(base).peak for base in itertools.islice(bases(job), 2))
+    room = (whole + cut) / 2 / 2**30 / USABLE
+    best = found(job, gibibytes=room).best
+    assert best.job.zero.cuts_layers
+    assert not best.job.zero.zero_offload_optimizer
 
 
 @pytest.mark.nightly
