@@ -140,17 +140,12 @@ class UnitBuilder:
         else:
             master = torch.zeros(len(owned), device=self._device)
         parameters = self._replace_parameters(module, layout, full, guard)
-        by_place = [parameters]
         for other in others:
-            if plan.reduces_places and not layout.frozen:
-                by_place.append(self._replace_parameters(other, layout, full, guard))
-            else:
-                _put_parameters(other, layout, parameters, guard)
+            _put_parameters(other, layout, parameters, guard)
         differs = weights.differences is not None
         residuals = [torch.zeros(size, dtype=kind, device=self._device) for size, kind in weights.residuals]
         return Unit(
             parameters=parameters,
-            by_place=tuple(by_place),
             guard=guard,
             layout=layout,
             plan=weights,

@@ -133,14 +133,6 @@ class CommunicationPlan:
         """
         return not (self.mesh.shard_ranks == 1 and micro_batches == 1 and accepts_16bit)
 
-    @property
-    def reduces_places(self) -> bool:
-        """Whether the gradients of a unit with several places are reduced place by place, as they are made.
-
-        Otherwise they are added when the last of them is there, and reduced once.
-        """
-        return bool(self.gradients) and self.every_micro_batch
-
     def reduced(self, unit: WeightPlan, micro_batches: int, *, last: bool) -> SentBytes:
         """Bytes that this rank sends to reduce a unit in one micro-batch, a step's `last` one or not."""
         route = as_made(self.gradients, self.made, micro_batches)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import Pending, all_of
 from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation, clear
@@ -82,26 +82,25 @@ class Gradients:
         if first and self._feeds_back:
             self._divisor = scale * count
         for unit in self._units:
-            unit.grad.arrived, unit.grad.taken = [0] * len(unit.by_place), 0
+            unit.grad.arrived = 0
 
-    def gradient_arrived(self, unit: Unit, place: int = 0) -> None:
+    def gradient_arrived(self, unit: Unit) -> None:
         """Count a parameter of `unit` whose `.grad` has arrived; the last one starts the reduction.
 
-        `place`: which of the unit's places has made it.
+        Where a unit has several places, autograd has added theirs.
         """
-        unit.grad.arrived[place] += 1
-        if unit.grad.arrived[place] == len(unit.parameters):
-            self._take(unit, unit.by_place[place])
+        unit.grad.arrived += 1
+        if unit.grad.arrived == len(unit.parameters):
+            self._take(unit)
 
     def finish_backward(self) -> None:
         """Take the gradients of units with a parameter that had no part in the loss."""
         for unit in self._units:
-            for arrived, parameters in zip(unit.grad.arrived, unit.by_place, strict=True):
-                if arrived < len(parameters):
-                    for parameter in parameters:
-                        if parameter.grad is None:
-                            parameter.grad = torch.zeros_like(parameter)
-                    self._take(unit, parameters)
+            if unit.grad.arrived < len(unit.parameters):
+                for parameter in unit.parameters:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                self._take(unit)
 
     def wait(self, units: list[Unit] | None = None) -> None:
         """Let the compute wait for the reductions of these units, by default of all: REDUCING -> SUMMED."""
@@ -145,24 +144,18 @@ class Gradients:
         for unit in self._units:
             unit.grad.release()
 
-    def _take(self, unit: Unit, parameters: tuple[nn.Parameter, ...]) -> None:
-        self._take_place(unit, parameters)
-        if unit.grad.taken == len(unit.by_place):
-            self.consume(unit)
+    def _take(self, unit: Unit) -> None:
+        self._start_reduction(unit)
+        self.consume(unit)
 
-    def _take_place(self, unit: Unit, parameters: tuple[nn.Parameter, ...]) -> None:
-        """Take over `.grad` of every parameter of one place, and start the reduction that is due.
+    def _start_reduction(self, unit: Unit) -> None:
+        """Take over `.grad` of every parameter, and start the reduction that is due.
 
-        The gradients of a unit's places are added as those of micro-batches are.
         EMPTY -> SUMMED where there is nothing to sum, or REDUCING where tensor ranks alone sum parameters
         that all of them have, beside the backward of other units; else -> ACCUMULATING or REDUCING.
         """
-        unit.grad.wait()  # for the reduction of the place before, if the unit has several
-        first = self._first and unit.grad.taken == 0
-        unit.grad.taken += 1
-        last = self._last and unit.grad.taken == len(unit.by_place)
-        produced = []
-        for parameter in parameters:
+        first, last, produced = self._first, self._last, []
+        for parameter in unit.parameters:
             assert parameter.grad is not None
             produced.append(parameter.grad)
             parameter.grad = None
@@ -238,7 +231,7 @@ class Gradients:
     ) -> None:
         """Start the sum over ranks, into `total` if it is given: -> REDUCING.
 
-        Adds to what earlier micro-batches and places left, or begins a new sum. `last`: no other one follows
+        Adds to what earlier micro-batches left, or begins a new sum. `last`: no other one follows
         in the step.
         """
         if add:

@@ -36,13 +36,12 @@ def register_hooks(
     for unit in units:
         if unit.frozen:
             continue
-        for number, parameters in enumerate(unit.by_place):
-            for parameter in parameters:
-                handles.append(
-                    parameter.register_post_accumulate_grad_hook(
-                        lambda _, unit=unit, number=number: gradients.gradient_arrived(unit, number)
-                    )
+        for parameter in unit.parameters:
+            handles.append(
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, unit=unit: gradients.gradient_arrived(unit)
                 )
+            )
     return handles
 
 

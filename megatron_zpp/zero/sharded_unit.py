@@ -73,8 +73,7 @@ class UnitGradient:
     """The gradient of a unit in the present step. gradients.py alone changes it."""
 
     state: GradientState = GradientState.EMPTY
-    arrived: list[int] = field(default_factory=list)  # by place: parameters with gradients of this backward
-    taken: int = 0  # places whose gradients of this backward have been taken
+    arrived: int = 0  # parameters with gradients of this backward
     accumulated: Tensor | None = None
     segments: tuple[GradSegment, ...] = ()
     squares: Tensor | None = None
@@ -157,8 +156,6 @@ class Unit:
     residuals: Residuals | None
     gaps: tuple[slice, ...]  # elements of `kept` that belong to no parameter
     wide_dtype: torch.dtype  # of the parameters that are not held as codes
-    # The parameters of each place whose gradients are reduced by themselves; those of the first place first.
-    by_place: tuple[tuple[nn.Parameter, ...], ...]
     guard: ReadGuard  # of all of them
     grad: UnitGradient = field(default_factory=UnitGradient)
 
