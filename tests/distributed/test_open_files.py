@@ -14,14 +14,11 @@ import pytest
 from megatron_zpp.checkpoint import write
 from megatron_zpp.distributed import exchange
 from megatron_zpp.distributed.open_files import STORE_CONNECTIONS, raise_limit, reserve_connections
+from tests.config.command_line import SMALLEST
 from tests.support import Run, nightly
 
 SOFT, HARD = 256, 1024
-FLAGS = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 --lr 1e-3 "
-    "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 20 --eval-iters 1 "
-    "--num-workers 0 --device cpu"
-).split()
+FLAGS = [*SMALLEST, *"--train-iters 20 --eval-iters 1 --device cpu".split()]
 ESTABLISHED = "01"  # linux/tcp_states.h
 
 
