@@ -15,16 +15,24 @@ from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.model.test_fp8_delayed import nearest
 from tests.model.variants import MODELS, flags_of
 from tests.plan.jobs import job_of
-from tests.train.coded_weights import HELD, codes_of, masters_of, products, steps, take_step
+from tests.train.coded_weights import (
+    HELD,
+    Measured,
+    check_codes,
+    codes_of,
+    masters_of,
+    products,
+    scales_of,
+    steps,
+    take_step,
+)
 from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, state_of
 from tests.zero.offloading import offloaded
 from tests.zero.ranks import on_ranks
 
 MUP = "--use-mup --mup-base-hidden-size 16".split()
-E4M3 = torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
@@ -36,18 +44,13 @@ def test_codes_of_master_weights_are_multiplied(model: str) -> None:
     assert set(codes_of(engine)) == {
         name for name in masters if masters[name].dim() == 2 and "layers" in name
     }
-    for name, codes in codes_of(engine).items():
-        scale = torch.tensor(448.0) / masters[name].abs().max()
-        assert torch.equal(codes, nearest(masters[name] * scale, E4M3)), name
+    check_codes(engine)
     for step in range(3):
-        largest = {name: masters[name].abs().max() for name in codes_of(engine)}
         take_step(engine, step)
-        masters, state = masters_of(engine), state_of(engine)
-        for name, codes in codes_of(engine).items():
-            scale = torch.tensor(state[name.removesuffix(".weight")]["scales"][1])
-            assert torch.equal(codes, nearest(masters[name] * scale, E4M3)), name
-            if step == 0:
-                assert scale == torch.tensor(448.0) / largest[name]
+        check_codes(engine, scales_of(engine))
+        if step == 0:
+            for name, scale in scales_of(engine).items():
+                assert torch.tensor(scale) == torch.tensor(448.0) / masters[name].abs().max()
     before = codes_of(engine)
     engine.evaluate(batch(7, 0))
     assert all(torch.equal(codes, before[name]) for name, codes in codes_of(engine).items())
@@ -82,31 +85,19 @@ def test_a_misused_parameter_is_nan() -> None:
     engine.close()
 
 
-CASES: list[tuple[str, ...]] = [
-    *(("--zero-stage", str(stage)) for stage in range(4)),
-    tuple("--zero-stage 3 --zero-hpz-partition-size auto".split()),
-    tuple("--zero-stage 3 --zero-prefetch-units 0 --recompute-granularity full".split())
-    + tuple("--recompute-method uniform".split()),
-    tuple("--zero-stage 3 --zero-hpz-partition-size auto --zero-quantized-gradients".split()),
+CASES = [
+    *(f"--zero-stage {stage}" for stage in range(4)),
+    "--zero-stage 3 --zero-hpz-partition-size auto",
+    "--zero-stage 3 --zero-prefetch-units 0 --recompute-granularity full --recompute-method uniform",
+    "--zero-stage 3 --zero-hpz-partition-size auto --zero-quantized-gradients",
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """Of one rank: losses and norms of steps and an evaluation, and bytes."""
-
-    numbers: list[float]
-    sent: tuple[int, int]  # inside nodes and between them, in the last step
-    weights: int  # slots, and what is sent from elsewhere
-    secondary: int
 
 
 def measure(topology: Topology) -> list[Measured]:
     """Each of CASES, and the first one without the flag."""
     torch.set_num_threads(1)
-    return [_measure(engine_of(topology, HELD, *case)) for case in CASES] + [
-        _measure(engine_of(topology, *CASES[0]))
-    ]
+    lines = [*(f"{HELD} {case}" for case in CASES), CASES[0]]
+    return [_measure(engine_of(topology, *line.split())) for line in lines]
 
 
 def _measure(engine: ZeroEngine) -> Measured:
@@ -158,7 +149,7 @@ def check_plan(case: Sequence[str], ranks: Sequence[Any]) -> None:
 
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_the_plan_is_what_ranks_send_and_hold(index: int, ranks: list[list[Measured]]) -> None:
-    check_plan(CASES[index], [rank[index] for rank in ranks])
+    check_plan(CASES[index].split(), [rank[index] for rank in ranks])
 
 
 def poisoned(topology: Topology, *more: str) -> list[Any]:

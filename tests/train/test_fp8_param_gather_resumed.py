@@ -3,19 +3,14 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.distributed.topology import Topology
 from tests.checkpoint.saving import TOKENIZER, save
-from tests.model.test_fp8_delayed import nearest
 from tests.support import nightly
-from tests.train.coded_weights import HELD, codes_of, equal, masters_of, products, resumed, take_step
+from tests.train.coded_weights import HELD, check_codes, equal, masters_of, resumed, scales_of, take_step
 from tests.train.test_fp8_scaling import batch, engine_of, state_of
 from tests.zero.ranks import on_ranks
-
-E4M3 = torch.float8_e4m3fn
-
 
 HPZ = ("--zero-stage", "3", "--zero-hpz-partition-size", "auto")
 
@@ -42,9 +37,7 @@ def test_checkpoints_load_with_the_flag_and_without(tmp_path: Path) -> None:
         assert state == too
         assert equal(weights, same)
         assert near == pytest.approx(loss, rel=0.01)
-        for which in codes_of(held):
-            scale = torch.tensor(state[which.removesuffix(".weight")]["scales"][1])
-            assert torch.equal(codes_of(held)[which], nearest(weights[which] * scale, E4M3))
+        check_codes(held, scales_of(held))
         plain.close()
         held.close()
 
@@ -63,8 +56,5 @@ def test_weights_without_scales_are_scaled_by_themselves(tmp_path: Path) -> None
     engine = engine_of(Topology(), HELD)
     load_checkpoint(tmp_path / "iter_0000005", engine, TOKENIZER, with_optimizer=False)
     engine.evaluate(batch(4, 0))
-    for name, master in masters_of(engine).items():
-        if name in products(engine):
-            scale = torch.tensor(448.0) / master.abs().max()
-            assert torch.equal(codes_of(engine)[name], nearest(master * scale, E4M3))
+    check_codes(engine)
     engine.close()
