@@ -33,14 +33,14 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_new(path: Path, access: int = os.O_WRONLY) -> int:
+def open_new(path: Path) -> int:
     """Return the descriptor of a new, empty file; what had the name is removed.
 
     In a directory that others can write to, a link of theirs is removed and not followed. Raises OSError.
     """
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
-    return os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def open_shared(path: Path) -> int:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.commands.plot import load
 from megatron_zpp.reporting.report.curves import LINE_LIMIT, read_metrics
 from megatron_zpp.reporting.sinks import MetricsFile
 from tests.reporting.test_curves import step
@@ -91,12 +90,6 @@ def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path) -> None:
     content = output.read_bytes()
     for text in (b"a: training, mean of 2", b"b: training", b"gradient norm", b"tokens", b"seeds"):
         assert b"<!-- %s -->" % text in content, text  # matplotlib's comments beside its outlines of letters
-
-
-def test_runs_of_one_label_are_one_band(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / f"{seed}.jsonl", 1 + seed) for seed in range(2)]
-    assert [len(records) for records in load(runs, ("a", "a")).values()] == [2]
-    assert list(load(runs, ("a", "b"))) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_zpp.storage.checksums import DamagedFile, VerifiedFile, checksums_of
 from megatron_zpp.storage.files import check_writable
-from megatron_zpp.storage.location import Conflict, NoObject, ObjectError, location
+from megatron_zpp.storage.location import NoObject, ObjectError, location
 from megatron_zpp.storage.objects import requests as object_store
 from megatron_zpp.storage.objects import upload as object_upload
 from megatron_zpp.storage.objects.path import ObjectPath
@@ -72,17 +72,6 @@ def test_more_objects_than_one_answer_lists_are_removed(
     assert len(list(ObjectPath(BUCKET, "many").glob("*"))) == 5
     ObjectPath(BUCKET, "many").remove_tree()
     assert server.keys("many/") == []
-
-
-def test_conditions_decide_between_writers(server: ObjectServer) -> None:
-    path = ObjectPath(BUCKET, "conditions")
-    first = path.write(b"one", if_absent=True)
-    with pytest.raises(Conflict):
-        path.write(b"two", if_absent=True)
-    second = path.write(b"two", if_tag=first)
-    with pytest.raises(Conflict):
-        path.write(b"three", if_tag=first)
-    assert path.read_whole() == (b"two", second)
 
 
 @pytest.mark.parametrize(("size", "at_once"), [(0, 4), (CHUNK, 4), (9 * CHUNK + 77, 1)])
