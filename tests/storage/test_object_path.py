@@ -94,6 +94,12 @@ def test_an_upload_has_the_bytes_and_checksums_of_a_file(
         target = bytearray(CHUNK)
         VerifiedFile(path, checksums).read_into(5, memoryview(target))
         assert target == content[5 : 5 + CHUNK]
+        server.put(path.key, content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(DamagedFile, match=f"^{path}: damaged between bytes {9 * CHUNK} and {size}: "):
+            VerifiedFile(path, checksums).check_rest()
+        server.remove(path.key)
+        with pytest.raises(DamagedFile, match=f"^{path}: missing"):
+            VerifiedFile(path, checksums)
 
 
 def test_an_upload_that_is_given_up_leaves_nothing(server: ObjectServer) -> None:
@@ -110,23 +116,6 @@ def test_an_object_of_any_size_fits_in_the_parts_of_an_upload() -> None:
         assert part_bytes(size) % CHUNK == 0
         assert part_bytes(size) >= 5 << 20
         assert -(-size // part_bytes(size)) <= 10_000
-
-
-def test_damage_is_named_with_its_place(server: ObjectServer, tmp_path: Path) -> None:
-    content = bytearray(os.urandom(CHUNK + 100))
-    (tmp_path / "file").write_bytes(content)
-    checksums, path = checksums_of(tmp_path / "file"), ObjectPath(BUCKET, "damaged")
-    content[CHUNK + 50] ^= 1
-    server.put("damaged", bytes(content))
-    url = f"s3://{BUCKET}/damaged"
-    with pytest.raises(DamagedFile, match=f"^{url}: damaged between bytes {CHUNK} and {CHUNK + 100}: "):
-        VerifiedFile(path, checksums).check_rest()
-    server.put("damaged", bytes(content[:-1]))
-    with pytest.raises(DamagedFile, match=f"^{url}: {CHUNK + 99} bytes; {CHUNK + 100} were written"):
-        VerifiedFile(path, checksums)
-    server.remove("damaged")
-    with pytest.raises(DamagedFile, match=f"^{url}: missing"):
-        VerifiedFile(path, checksums)
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_an_error(server: ObjectServer) -> None:

@@ -12,13 +12,11 @@ import pytest
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision import once_per_node
 from megatron_zpp.supervision.once_per_node import OncePerNode
+from tests.config.command_line import SMALLEST
 from tests.support import Run, wait_until
 
 RANKS = 4
-REFUSED = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --model-preset gpt2-125m --train-iters 1 "
-    "--micro-batch-size 1 --lr 1 --bf16 --fp16"
-).split()
+REFUSED = [*SMALLEST, "--bf16", "--fp16"]
 LINE = "pretrain_gpt.py: error: --fp16 (given): contradicts --bf16; give one"
 
 

@@ -1,29 +1,35 @@
-"""--fp8-param-gather: weights as 8-bit codes of the master weights, on every grid."""
+"""--fp8-param-gather: weights as 8-bit codes of the master weights, on every grid, and resumed."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero.engine import ZeroEngine
+from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.variants import MODELS, flags_of
 from tests.plan.jobs import job_of
+from tests.support import nightly
 from tests.train.coded_weights import (
     HELD,
     Measured,
     check_codes,
     codes_of,
+    equal,
     masters_of,
     products,
+    resumed,
     scales_of,
     steps,
     take_step,
@@ -176,3 +182,48 @@ def test_a_nan_in_a_weight_does_what_it_does_in_bf16() -> None:
     """The loss is NaN, the step is skipped on all ranks, and the scales stay those of finite numbers."""
     plain, held = (on_ranks(2, poisoned, "--zero-stage", "3", *flag) for flag in ((), (HELD,)))
     assert held == plain == [[(False, False, True)] * 2] * 2
+
+
+@pytest.mark.parametrize("case", [nightly(CASES[1]), CASES[4]])
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(case: str, tmp_path: Path) -> None:
+    for expected, found, _ in on_ranks(2, resumed, str(tmp_path), case.split()):
+        assert found == expected
+
+
+def test_checkpoints_load_with_the_flag_and_without(tmp_path: Path) -> None:
+    """From each kind into the other, and into a grid of other ranks: fp32 weights and scales are equal."""
+    for name, flags in (("held", (HELD,)), ("plain", ())):
+        on_ranks(2, saved, str(tmp_path / name), "--zero-stage", "3", *flags)
+        engines = []
+        for more in ((), (HELD,)):
+            engine = engine_of(Topology(), *more)
+            path = tmp_path / name / "iter_0000005"
+            load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
+            engines.append(
+                (engine, masters_of(engine), state_of(engine), engine.evaluate(batch(4, 0)).item())
+            )
+        (plain, weights, state, loss), (held, same, too, near) = engines
+        assert state == too
+        assert equal(weights, same)
+        assert near == pytest.approx(loss, rel=0.01)
+        check_codes(held, scales_of(held))
+        plain.close()
+        held.close()
+
+
+def saved(topology: Topology, directory: str, *more: str) -> None:
+    engine = engine_of(topology, *more)
+    for step in range(2):
+        take_step(engine, step)
+    save(Path(directory), engine)
+    engine.close()
+
+
+def test_weights_without_scales_are_scaled_by_themselves(tmp_path: Path) -> None:
+    """As --finetune and --no-load-optim load them."""
+    saved(Topology(), str(tmp_path))
+    engine = engine_of(Topology(), HELD)
+    load_checkpoint(tmp_path / "iter_0000005", engine, TOKENIZER, with_optimizer=False)
+    engine.evaluate(batch(4, 0))
+    check_codes(engine)
+    engine.close()
