@@ -175,17 +175,6 @@ def test_who_leaves_is_not_missed_and_hears_nothing(tmp_path: Path) -> None:
         assert run.processes[2].is_alive()
 
 
-def test_an_orderly_end_of_all_is_silent(tmp_path: Path) -> None:
-    with ranks(tmp_path) as run:
-        for rank in reversed(range(WORLD)):
-            assert run.ask(rank, "leave") == "left"
-            run.pipes[rank].send(75)
-        for process in run.processes.values():
-            process.join()
-        assert run.nobody_heard()
-        assert {process.exitcode for process in run.processes.values()} == {75}
-
-
 def test_a_rank_that_leaves_says_so_before_its_connection_closes() -> None:
     """Also if it has only just connected, and rank 0 reads nothing meanwhile."""
     heard: list[str] = []

@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -50,20 +51,18 @@ def test_a_rank_with_a_different_error_prints_it_too(tmp_path: Path) -> None:
         assert len(run.errors()) == 2
 
 
+Said = Callable[..., int]
+
+
 @pytest.fixture
-def said(capfd: pytest.CaptureFixture[str]) -> "Said":
-    return Said(capfd)
-
-
-class Said:
+def said(capfd: pytest.CaptureFixture[str]) -> Said:
     """How often a line was printed since the last call."""
 
-    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
-        self._capfd = capfd
-
-    def __call__(self, node: OncePerNode, topic: str = "topic") -> int:
+    def say(node: OncePerNode, topic: str = "topic") -> int:
         node.say(topic, "line")
-        return self._capfd.readouterr().err.count("line\n")
+        return capfd.readouterr().err.count("line\n")
+
+    return say
 
 
 def test_an_error_of_an_earlier_start_is_printed_again(

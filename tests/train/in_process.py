@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.data.open import SplitOpener, Splits
+from megatron_zpp.data.open import Splits
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.lease import Lease
@@ -70,14 +70,7 @@ def beginning_of(argv: list[str]) -> tuple[GPT, Splits]:
     """The model of a run on BYTES with its initial weights, and its data."""
     config = parse_args(argv)
     model = GPT(config.model, EOD + 1).initialize(config.training.seed).eval()
-    opener = SplitOpener(
-        config=config.data,
-        seq_length=config.model.seq_length,
-        vocab_size=EOD + 1,
-        seed=config.training.seed,
-        tokenizer_description={"eod": EOD},
-    )
-    return model, opener.open(("train", "valid"))
+    return model, check_inputs(config, Topology().mesh(), print).splits
 
 
 def of(records: list[dict[str, Any]], name: str) -> list[Any]:

@@ -6,7 +6,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -20,6 +19,7 @@ from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import tell
 from megatron_zpp.reporting.slow_work import slow_work
+from megatron_zpp.storage.lease import SECONDS, Held, Lease
 from megatron_zpp.storage.location import ObjectError, location
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.heartbeat import heartbeat, is_of_a_collective
@@ -27,9 +27,6 @@ from megatron_zpp.supervision.preflight import preflight
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.supervision.signals import StopSignals, stop_signals
 from megatron_zpp.train.setup.device import Device
-
-if TYPE_CHECKING:
-    from megatron_zpp.storage.lease import Lease
 
 _NAMED = 0.8  # of the time-out: then the heartbeat names the ranks that hang, before collectives give up
 
@@ -48,7 +45,7 @@ class Ranks:
     signals: StopSignals
     activity: Activity
     lines: tuple[str, ...] = ()
-    lease: "Lease | None" = None
+    lease: Lease | None = None
 
     @contextmanager
     def errors_told(self) -> Iterator[None]:
@@ -124,7 +121,7 @@ def _joined(
 @contextmanager
 def _lease(
     save: str | None, topology: Topology, store: dist.Store, activity: Activity, say: Callable[[str], None]
-) -> "Iterator[Lease | None]":
+) -> Iterator[Lease | None]:
     """Hold the lease of --save on rank 0 while the block runs, so that only one run at a time saves there.
 
     Yields the lease on rank 0, else None; nothing is held without --save. Raises ValueError on all ranks if
@@ -133,8 +130,6 @@ def _lease(
     if save is None:
         yield None
         return
-    from megatron_zpp.storage.lease import SECONDS, Lease
-
     activity.now("takes the lease of --save", patient=True)
     lease: Lease | None = None
     problem: str | None = None
@@ -155,8 +150,6 @@ def _lease(
 
 
 def _refused(save: str, error: OSError) -> str:
-    from megatron_zpp.storage.lease import Held
-
     if isinstance(error, Held):
         fix = f"is in use by another run, {error}; end that one, or give each run its own --save"
     elif isinstance(error, ObjectError):
