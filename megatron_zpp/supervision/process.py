@@ -10,6 +10,7 @@ from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.job_store import VARIABLE as SECRET
 from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.distributed.rank_addresses import Rendezvous
+from megatron_zpp.distributed.rendezvous import rendezvous
 from megatron_zpp.distributed.slurm import launcher_variables
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.errors import end_at_once, one_line_errors
@@ -54,7 +55,6 @@ class Process:
         os.environ.pop(SECRET, None)  # workers of data loaders and programs such as that of W&B need none
         if topology.world_size == 1:
             return Rendezvous.of_one_rank()
-        from megatron_zpp.distributed.rendezvous import rendezvous
 
         def say(line: str) -> None:
             if topology.local_rank == 0:
