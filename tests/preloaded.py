@@ -16,7 +16,6 @@ import megatron_zpp.ops.library
 import megatron_zpp.train.dry_run  # with plan/
 import megatron_zpp.train.resume.restore
 import megatron_zpp.train.saving.saver
-import megatron_zpp.train.setup.run_file
-import megatron_zpp.train.setup.save_lease  # noqa: F401
+import megatron_zpp.train.setup.run_file  # noqa: F401
 
 gc.freeze()  # a fork then need not copy what its collector would only look at

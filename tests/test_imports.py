@@ -2,6 +2,7 @@
 
 import functools
 
+from tests.config.command_line import SMALLEST
 from tests.support import run
 
 OPTIONAL = "wandb datasets matplotlib apex sentencepiece tokenizers tensorboard zstandard transformers"
@@ -20,13 +21,8 @@ def imported() -> frozenset[str]:
     """The modules that a smallest run has imported when it ends."""
     done = run(
         "-c",
-        "import sys\n"
-        "sys.argv = 'pretrain_gpt.py --mock-data --tokenizer-type NullTokenizer --vocab-size 50 --device cpu "
-        "--num-layers 2 --hidden-size 16 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "
-        "--train-iters 1 --lr 1e-3 --eval-iters 1 --num-workers 0 --zero-stage 0'.split()\n"
-        "import pretrain_gpt\n"
-        "pretrain_gpt.main()\n"
-        "print(*sys.modules)",
+        "import sys, pretrain_gpt\npretrain_gpt.main()\nprint(*sys.modules)",
+        *(*SMALLEST, "--device", "cpu", "--num-layers", "2", "--eval-iters", "1", "--zero-stage", "0"),
     )
     assert done.returncode == 0, done.stderr
     return frozenset(done.stdout.splitlines()[-1].split())

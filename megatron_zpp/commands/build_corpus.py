@@ -4,10 +4,8 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_options
@@ -17,7 +15,7 @@ from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.python_source import read_source, source_files, standard_library
 from megatron_zpp.data.corpus.texts import Texts, check_suffix, read_documents
-from megatron_zpp.storage.files import check_replaceable, open_new
+from megatron_zpp.storage.files import check_replaceable, replacing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +46,7 @@ def main() -> None:
     name, disk_bytes, documents = open_source(config)
     check_replaceable("--output", config.output)
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-    with (
-        Progress("collecting", disk_bytes, every=1000) as progress,
-        replacing(config.output) as output,
-    ):
+    with Progress("collecting", disk_bytes, every=1000) as progress, replacing(Path(config.output)) as output:
         report = Report(progress.say)
         for found in documents:
             report.add(found.problems, found.where)
@@ -88,18 +83,3 @@ def json_line(text: str, path: str) -> bytes:
     if plain_suffix(path) not in JSON_LINES:
         record["path"] = path
     return json.dumps(record, ensure_ascii=False).encode() + b"\n"
-
-
-@contextmanager
-def replacing(path: str) -> Iterator[BinaryIO]:
-    """Yield a stream for the new contents of `path`, which gets its name when all of it is on disk."""
-    partial = Path(f"{path}.partial")
-    try:
-        with os.fdopen(open_new(partial), "wb") as output:
-            yield output
-            output.flush()
-            os.fsync(output.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

@@ -8,13 +8,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from megatron_zpp.config.command_line import program_name
 from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.config.sources.checkpoint_arguments import CheckpointArguments
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.distributed.process_group import barrier
 from megatron_zpp.distributed.topology import planned
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.reporting.console import tell, warn
@@ -71,7 +71,8 @@ def main() -> None:
     with joined_ranks(process, config, device) as joined:
         engine = build_engine(config, inputs.tokenizer["vocab_size"], device, topology)
         ending = train(build_run(inputs, engine, joined))
-        barrier(topology)  # logs are closed before the first rank leaves: a launcher may then end the others
+        if topology.world_size > 1:  # a launcher may end the others once the first rank leaves: close logs
+            dist.barrier()
         joined.signals.finish()
         engine.close()
     ending.leave(prog, topology.rank)

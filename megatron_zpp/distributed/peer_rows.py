@@ -17,7 +17,7 @@ Shapes: T ranks, R rows of a rank, D width.
 
 import ctypes
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,32 +32,7 @@ _FLAGS = 1024  # bytes of torch's signal pad before ours, which torch's own barr
 _WAIT_EQUAL, _WRITE = 1, 0  # CU_STREAM_WAIT_VALUE_EQ, CU_STREAM_WRITE_VALUE_DEFAULT
 
 
-class PeerRows(Protocol):
-    """The exchanges of one operator, which all ranks of a group begin alike."""
-
-    def gather(self, rows: Tensor, *, whole: bool = False) -> None:
-        """Send the own rows (R, D) to all ranks; `whole`: keep them for `gathered` too."""
-
-    def rows_of(self, rank: int) -> Tensor:
-        """The rows (R, D) that another rank has sent; the current stream waits for them."""
-
-    def gathered(self) -> Tensor:
-        """The rows of all ranks (T · R, D), for which the current stream waits."""
-
-    def send(self, rows: Tensor, rank: int) -> None:
-        """Send (R, D), this rank's part of what another will sum. They must stay until `sum`."""
-
-    def own(self) -> Tensor:
-        """Where to put this rank's part of what it will sum (R, D)."""
-
-    def sum(self) -> Tensor:
-        """The sum (R, D) of the parts of all ranks, rounded once.
-
-        The current stream waits for it.
-        """
-
-
-def begin(group: TensorGroup, rows: int, width: int, like: Tensor) -> PeerRows:
+def begin(group: TensorGroup, rows: int, width: int, like: Tensor) -> "PeerRows":
     """Begin the exchanges of an operator, of rows (`rows`, `width`) with the type and device of `like`."""
     kind = CopiedRows if like.is_cuda else CollectiveRows
     return kind(group, rows, width, like)
@@ -98,7 +73,7 @@ def others_first(group: TensorGroup) -> list[int]:
 
 
 class CopiedRows:
-    """Copies between GPUs, see above."""
+    """The exchanges of one operator, which all ranks of a group begin alike, by copies between GPUs."""
 
     def __init__(self, group: TensorGroup, rows: int, width: int, like: Tensor) -> None:
         from torch.distributed._symmetric_memory import _get_backend_stream
@@ -115,6 +90,7 @@ class CopiedRows:
             self._hear(_FREE, peer)
 
     def gather(self, rows: Tensor, *, whole: bool = False) -> None:
+        """Send the own rows (R, D) to all ranks; `whole`: keep them for `gathered` too."""
         self._after_kernels()
         with torch.cuda.stream(self._stream):
             for peer in others_first(self._group)[:-1]:
@@ -125,15 +101,18 @@ class CopiedRows:
         self._arrive(_GATHERED)
 
     def rows_of(self, rank: int) -> Tensor:
+        """The rows (R, D) that another rank has sent; the current stream waits for them."""
         self._there[_GATHERED, rank].wait()
         return self._region(_GATHERED, self._group.rank)[rank]
 
     def gathered(self) -> Tensor:
+        """The rows of all ranks (T · R, D), for which the current stream waits."""
         for rank in own_first(self._group)[1:]:
             self._there[_GATHERED, rank].wait()
         return self._region(_GATHERED, self._group.rank).flatten(0, 1)
 
     def send(self, rows: Tensor, rank: int) -> None:
+        """Send (R, D), this rank's part of what another will sum. They must stay until `sum`."""
         self._sent.append(rows)
         self._after_kernels()
         with torch.cuda.stream(self._stream):
@@ -143,9 +122,11 @@ class CopiedRows:
             self._arrive(_SUMMED)
 
     def own(self) -> Tensor:
+        """Where to put this rank's part of what it will sum (R, D)."""
         return self._region(_SUMMED, self._group.rank)[self._group.rank]
 
     def sum(self) -> Tensor:
+        """The sum (R, D) of the parts of all ranks, rounded once; the current stream waits for it."""
         for rank in own_first(self._group)[1:]:
             self._there[_SUMMED, rank].wait()
         parts = self._region(_SUMMED, self._group.rank)
@@ -184,7 +165,7 @@ class CopiedRows:
 
 
 class CollectiveRows:
-    """The same by collectives."""
+    """As CopiedRows, by collectives."""
 
     def __init__(self, group: TensorGroup, rows: int, width: int, like: Tensor) -> None:
         self._group = group
@@ -208,6 +189,9 @@ class CollectiveRows:
 
     def sum(self) -> Tensor:
         return self._group.exchange_parts(self._parts).sum(0)
+
+
+PeerRows: TypeAlias = CopiedRows | CollectiveRows
 
 
 @cache

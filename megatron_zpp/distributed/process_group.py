@@ -74,9 +74,3 @@ def process_group(
         ) from error
     yield
     dist.destroy_process_group()  # not after an error: it would wait for ranks that wait for this one
-
-
-def barrier(topology: Topology) -> None:
-    """Wait until all ranks have called this."""
-    if topology.world_size > 1:
-        dist.barrier()

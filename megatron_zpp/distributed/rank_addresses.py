@@ -4,12 +4,10 @@ import os
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from megatron_zpp.distributed.lifelines import Lifelines
+from megatron_zpp.distributed.lifelines import Lifelines
 
 SAY_AFTER = 10.0  # seconds of waiting between two messages
 
@@ -37,7 +35,7 @@ class Rendezvous:
     store: dist.Store  # a JobStore, if there are several ranks
     own: RankAddress
     addresses: tuple[RankAddress, ...]
-    lifelines: "Lifelines | None" = None
+    lifelines: Lifelines | None = None
 
     @classmethod
     def of_one_rank(cls) -> "Rendezvous":

@@ -42,15 +42,6 @@ class _Deadline:
         """Seconds from now on; at least 1, for a last answer."""
         return max(1.0, self.at - time.monotonic())
 
-    @property
-    def passed(self) -> bool:
-        """Whether the time has come."""
-        return time.monotonic() > self.at
-
-    def wait_as_long_as(self, seconds: float) -> None:
-        """Wait for as many seconds from now on, at least."""
-        self.at = max(self.at, time.monotonic() + seconds)
-
 
 def rendezvous(
     topology: Topology,
@@ -138,7 +129,7 @@ def _meet_rank_0(
     except ForeignValue:
         meeting.set(f"here/{topology.rank}", "null")  # which rank 0 cannot read either, and ends all others
         raise
-    deadline.wait_as_long_as(rank_0["seconds"])
+    deadline.at = max(deadline.at, time.monotonic() + rank_0["seconds"])
     return meeting.of_start(rank_0["salt"]), rank_0["lifelines"]
 
 
@@ -339,7 +330,7 @@ def _await_all(
         for decided, key in ((store, "verdict"), (meeting, _GAVE_UP)):
             if decided.check([key]):
                 return _parsed(key, decided.get(key))
-        late = deadline.passed
+        late = time.monotonic() > deadline.at
         if late or patience.due:
             missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
             if not missing:

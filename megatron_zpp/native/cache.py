@@ -116,9 +116,13 @@ def _acquire(
     started, said, waits, attempt_at = time.monotonic(), 0, growing_waits(POLL_SECONDS), -math.inf
     while True:
         if time.monotonic() >= attempt_at:
-            if _lock(descriptor, path):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return True
-            attempt_at = time.monotonic() + attempt_wait()
+            except BlockingIOError:
+                attempt_at = time.monotonic() + attempt_wait()
+            except OSError as error:
+                raise BuildError(f"{path} cannot be locked ({error.strerror}); {_ELSEWHERE}") from error
         if library.exists():
             return False
         holder = os.pread(descriptor, 1000, 0).decode(errors="replace") or "another process"
@@ -133,17 +137,6 @@ def _acquire(
             say(f"waiting for {holder}, which is building the kernels{so_far}")
             said += 1
         time.sleep(max(0.0, min(next(waits), said * every_seconds - waited, wait_seconds - waited)))
-
-
-def _lock(descriptor: int, path: Path) -> bool:
-    """Return whether the lock was free, and is held now."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise BuildError(f"{path} cannot be locked ({error.strerror}); {_ELSEWHERE}") from error
-    return True
 
 
 _ELSEWHERE = "set MEGATRON_ZPP_CACHE to a directory of your own"

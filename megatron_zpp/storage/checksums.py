@@ -243,11 +243,11 @@ def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
     return Checksums(size, chunk_bytes, tuple(digests))
 
 
-def checksums_of_bytes(content: bytes, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
+def checksums_of_bytes(content: bytes) -> Checksums:
     """Return the checksums of a file with this content."""
     view = memoryview(content)
-    digests = [digest_of(view[at : at + chunk_bytes]) for at in range(0, len(content), chunk_bytes)]
-    return Checksums(len(content), chunk_bytes, tuple(digests))
+    digests = [digest_of(view[at : at + CHUNK_BYTES]) for at in range(0, len(content), CHUNK_BYTES)]
+    return Checksums(len(content), CHUNK_BYTES, tuple(digests))
 
 
 def verify_file(

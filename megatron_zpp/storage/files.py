@@ -12,6 +12,7 @@ import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_zpp.storage.location import Location, ObjectError, is_object, location
 
@@ -32,14 +33,14 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def open_new(path: Path, access: int = os.O_WRONLY) -> int:
+def open_new(path: Path) -> int:
     """Return the descriptor of a new, empty file; what had the name is removed.
 
     In a directory that others can write to, a link of theirs is removed and not followed. Raises OSError.
     """
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
-    return os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def open_shared(path: Path) -> int:
@@ -94,13 +95,26 @@ def write_text(path: Location, text: str) -> None:
 
 
 def write_whole(path: Location, content: bytes) -> None:
-    """As `write_text`, of bytes. A link that has the name is replaced, and not followed."""
+    """As `write_text`, of bytes."""
     if not isinstance(path, Path):
         path.write(content)
         return
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a stream for the new content of `path`, which replaces the file atomically when all is on disk.
+
+    A link that has the name is replaced, and not followed.
+    """
     partial = path.with_name(f"{path.name}.partial")
     try:
-        write_durably(partial, content)
+        with os.fdopen(open_new(partial), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):

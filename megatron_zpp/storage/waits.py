@@ -7,8 +7,8 @@ LONGEST = 1.0  # seconds
 ATTEMPT_SECONDS = 2.0  # on average, between attempts to lock what a live process most likely still holds
 
 
-def growing_waits(first: float, longest: float = LONGEST) -> Iterator[float]:
-    """Yield seconds: about `first`, each half as long again as the one before, at most `longest`.
+def growing_waits(first: float) -> Iterator[float]:
+    """Yield seconds: about `first`, each half as long again as the one before, at most LONGEST.
 
     So the end of short work is noticed at once, and 1,024 processes that wait for long work look some 1,400
     times per second in total. Each wait is shorter by up to a half, at random, so that processes that began
@@ -17,7 +17,7 @@ def growing_waits(first: float, longest: float = LONGEST) -> Iterator[float]:
     wait = first
     while True:
         yield wait * random.uniform(0.5, 1)
-        wait = min(wait * 1.5, longest)
+        wait = min(wait * 1.5, LONGEST)
 
 
 def attempt_wait() -> float:

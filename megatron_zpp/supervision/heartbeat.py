@@ -18,21 +18,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_zpp.config.command_line import one_line
+from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.rank_addresses import SAY_AFTER
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.errors import end_at_once
 from megatron_zpp.supervision.heartbeat_messages import HeartbeatMessage, LivenessMonitor
 from megatron_zpp.supervision.once_per_node import write_line
-
-if TYPE_CHECKING:
-    from megatron_zpp.distributed.lifelines import Lifelines
 
 _SAME = 2.0  # seconds for this rank to find the error of another one itself: then one line says it
 _NEWS = 2.0  # seconds for a closed lifeline to tell of an end; no rank needs them but on a busy machine
@@ -45,7 +43,7 @@ def heartbeat(
     timeout: float,
     prog: str,
     told_to_stop: Callable[[], bool] = lambda: False,
-    lifelines: "Lifelines | None" = None,
+    lifelines: Lifelines | None = None,
 ) -> Iterator[Activity]:
     """Send heartbeats while the block runs; yields the `Activity` to report to. `timeout` 0 disables them.
 
@@ -84,7 +82,7 @@ class _Pulse:
         prog: str,
         activity: Activity,
         told_to_stop: Callable[[], bool],
-        lifelines: "Lifelines | None",
+        lifelines: Lifelines | None,
     ) -> None:
         self._told_to_stop, self._lifelines = told_to_stop, lifelines
         self._topology, self._prog, self._activity = topology, prog, activity
@@ -172,7 +170,7 @@ class _Pulse:
                 else:
                     self._end(verdict)
 
-    def _watch(self, store: dist.Store, lifelines: "Lifelines") -> None:
+    def _watch(self, store: dist.Store, lifelines: Lifelines) -> None:
         """End the run if the launcher that keeps its store is gone: its ranks would train on unattended.
 
         A thread of rank 0, because a store that is stopped answers late.

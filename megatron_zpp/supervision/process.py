@@ -10,6 +10,7 @@ from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.job_store import VARIABLE as SECRET
 from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.distributed.rank_addresses import Rendezvous
+from megatron_zpp.distributed.rendezvous import rendezvous
 from megatron_zpp.distributed.slurm import launcher_variables
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.errors import end_at_once, one_line_errors
@@ -45,29 +46,22 @@ class Process:
         return one_line_errors(self.prog, self.topology, say=self.per_node.say)
 
     def connect(self, config: DistributedConfig) -> Rendezvous:
-        """Connect to the store and wait for all ranks. Ends the process with an error line if that fails."""
-        with one_line_errors(
-            self.prog, self.topology, say=lambda _, line: self.per_node.say("meeting", line)
-        ):
-            return connect_ranks(config, self.topology, self.prog)
+        """Connect to the store that the launcher names and wait for all ranks; stderr says which are missing.
 
+        Ends the process with an error line if that fails, and from then on if another rank was killed.
+        """
+        prog, topology = self.prog, self.topology
+        variables = dict(launcher_variables(os.environ))
+        os.environ.pop(SECRET, None)  # workers of data loaders and programs such as that of W&B need none
+        if topology.world_size == 1:
+            return Rendezvous.of_one_rank()
 
-def connect_ranks(config: DistributedConfig, topology: Topology, prog: str) -> Rendezvous:
-    """Connect to the store that the launcher names and wait for all ranks; stderr says which are missing.
+        def say(line: str) -> None:
+            if topology.local_rank == 0:
+                sys.stderr.write(f"{prog} [{platform.node()} rank {topology.rank}]: {line}\n")
 
-    From then on a rank that was killed ends this process too, with a line.
-    """
-    variables = dict(launcher_variables(os.environ))
-    os.environ.pop(SECRET, None)  # workers of data loaders and programs such as that of W&B need none
-    if topology.world_size == 1:
-        return Rendezvous.of_one_rank()
-    from megatron_zpp.distributed.rendezvous import rendezvous
+        def ended(text: str) -> None:
+            end_at_once(prog, topology, f"error: {text}", 1)
 
-    def say(line: str) -> None:
-        if topology.local_rank == 0:
-            sys.stderr.write(f"{prog} [{platform.node()} rank {topology.rank}]: {line}\n")
-
-    def ended(text: str) -> None:
-        end_at_once(prog, topology, f"error: {text}", 1)
-
-    return rendezvous(topology, variables, config.timeout, say=say, ended=ended)
+        with one_line_errors(prog, topology, say=lambda _, line: self.per_node.say("meeting", line)):
+            return rendezvous(topology, variables, config.timeout, say=say, ended=ended)

@@ -12,12 +12,12 @@ from megatron_zpp.config.options import AUTO, option_error
 from megatron_zpp.config.plan import DEFAULT_LINK, LINK
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.words import duration
+from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.hardware import GPUS, Machine, cpu_ranks, machine, rates_of, real_gpu
-from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.search import fastest, search
 from megatron_zpp.plan.space import Space
 from megatron_zpp.train.plan_job import job_of
@@ -33,7 +33,8 @@ def resolved(config: Config, vocab_size: int, mesh: Mesh) -> tuple[Config, str]:
         micro_batch=config.training.micro_batch_size == AUTO,
         others=False,
     )
-    least = _with(config, 3 if space.stage else None, 1 if space.micro_batch else None)
+    zero = replace(config.zero, zero_stage=3) if space.stage else config.zero
+    least = _with(config, zero, 1 if space.micro_batch else config.training.micro_batch_size)
     batch = least.training.global_batch_size
     if batch is not None and batch % (least.training.micro_batch_size * mesh.data_ranks):
         return least, _line(config, least, "refused below")  # by the schedule, which names the sizes
@@ -45,29 +46,21 @@ def resolved(config: Config, vocab_size: int, mesh: Mesh) -> tuple[Config, str]:
             return least, _line(config, least, "nothing fits")
         best, fix = search(job, rates, gibibytes).best, "give more GPUs, or GPUs of more memory"
         if best is not None:
-            values = best.job.zero.zero_stage, best.job.micro_batch_size
-            flags = zip(("--zero-stage", "--micro-batch-size"), values, strict=True)
-            auto = [f"{flag} {value}" for flag, value in flags if flag in config.automatic]
-            fix = f"give {' '.join([*auto, changes(_as_found(job, best.job), best.job)])}"
+            stage, size = best.job.zero.zero_stage, best.job.micro_batch_size
+            flags = {"--zero-stage": stage, "--micro-batch-size": size}
+            auto = [f"{flag} {value}" for flag, value in flags.items() if flag in config.automatic]
+            with_auto = replace(job, zero=replace(job.zero, zero_stage=stage), micro_batch_size=size)
+            fix = f"give {' '.join([*auto, changes(with_auto, best.job)])}"
         raise option_error(" and ".join(config.automatic), AUTO, f"nothing fits {name}; {fix}")
-    zero, size = found.job.zero, found.job.micro_batch_size
-    chosen = replace(config, zero=zero, training=replace(config.training, micro_batch_size=size))
+    chosen = _with(config, found.job.zero, found.job.micro_batch_size)
     link = "" if config.plan.link or mesh.nodes == 1 else f"; {LINK} {DEFAULT_LINK:g} is assumed"
     room = f"{found.memory.peak / 2**30:.2f} of {name}"
     return chosen, _line(config, chosen, f"planned {duration(found.seconds)} per step in {room}{link}")
 
 
-def _as_found(job: Job, best: Job) -> Job:
-    """The job with the best one's stage and micro-batch size, which are said beside other changes."""
-    zero = replace(job.zero, zero_stage=best.zero.zero_stage)
-    return replace(job, zero=zero, micro_batch_size=best.micro_batch_size)
-
-
-def _with(config: Config, stage: int | None, size: int | None) -> Config:
-    """The settings with a stage and a micro-batch size, where they are not None."""
-    zero = config.zero if stage is None else replace(config.zero, zero_stage=stage)
-    training = config.training if size is None else replace(config.training, micro_batch_size=size)
-    return replace(config, zero=zero, training=training)
+def _with(config: Config, zero: ZeroConfig, size: int) -> Config:
+    """The settings with this part and micro-batch size."""
+    return replace(config, zero=zero, training=replace(config.training, micro_batch_size=size))
 
 
 def _line(config: Config, chosen: Config, why: str) -> str:

@@ -7,14 +7,13 @@ from typing import Any
 from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.shapes.tensor_parallel import check_vocabulary
-from megatron_zpp.data.open import Splits
+from megatron_zpp.data.open import SplitOpener, Splits
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.reporting.sinks import check_sinks
 from megatron_zpp.tokenizer.base import Tokenizer, describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.train.resume.start import check_start
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
-from megatron_zpp.train.setup.reading import open_data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +70,39 @@ def check_inputs(config: Config, mesh: Mesh, say: Callable[[str], None]) -> RunI
         schedule=schedule,
         splits=splits,
     )
+
+
+def open_data(
+    config: Config,
+    schedule: RunSchedule,
+    tokenizer: Mapping[str, Any],
+    say: Callable[[str], None],
+    *,
+    train_samples: int | None = None,
+) -> Splits:
+    """The splits of a run, checked. `tokenizer` describes its tokenizer; `say` gets a line on slow work.
+
+    Megatron-LM's order of the training samples is built for `train_samples`, or, if that is None, for the
+    number that the flags ask for. Raises ValueError for data that cannot be read to the end of the run.
+    """
+    requested = schedule.requested_samples(config.training, config.evaluation)
+    if train_samples is not None:
+        requested["train"] = train_samples
+    opener = SplitOpener(
+        config=config.data,
+        seq_length=config.model.seq_length,
+        vocab_size=tokenizer["vocab_size"],
+        seed=config.training.seed,
+        tokenizer=config.tokenizer,
+        tokenizer_description=tokenizer,
+        requested=requested,
+        evaluated=schedule.evaluated_samples(config.evaluation),
+        say=say,
+    )
+    splits = opener.open(config.needed_splits())
+    assert splits.train is not None  # every run trains
+    schedule.check_data(splits.train)
+    return splits
 
 
 def check_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:

@@ -1,34 +1,26 @@
 """`Run`, what one run is made of, and the builder that finds out where it starts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.root import Config
 from megatron_zpp.data.open import Splits, seed_of
 from megatron_zpp.data.resume import resume_data
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
-from megatron_zpp.train.inputs import RunInputs
+from megatron_zpp.train.inputs import RunInputs, open_data
 from megatron_zpp.train.resume.start import start_of
-from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.train.setup.ranks import Ranks
-from megatron_zpp.train.setup.reading import open_data
 from megatron_zpp.zero.engine import ZeroEngine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What one run is made of, ready for its first step. Nothing in it is decided later."""
+class Run(RunInputs):
+    """What one run is made of, ready for its first step. Nothing in it is decided later.
 
-    config: Config
+    Its data and schedule are those from the start of this process on.
+    """
+
     ranks: Ranks
-    # Data, as it is read from the start of this process on
-    tokenizer: dict[str, Any]  # its description
-    tokenizer_files: Mapping[str, bytes]
-    splits: Splits
-    schedule: RunSchedule
     # Model and its state: new, or loaded from a checkpoint
     engine: ZeroEngine
     start: Progress
@@ -79,12 +71,8 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         writing=ranks.activity.writing,
     )
     return Run(
-        config=config,
+        **vars(inputs) | {"splits": replace(splits, train=resumed.samples), "schedule": schedule},
         ranks=ranks,
-        tokenizer=inputs.tokenizer,
-        tokenizer_files=inputs.tokenizer_files,
-        splits=replace(splits, train=resumed.samples),
-        schedule=schedule,
         engine=engine,
         start=progress,
         reporter=reporter,

@@ -15,7 +15,6 @@ from megatron_zpp.commands.evaluate import GROUPS, build_task, report
 from megatron_zpp.config.options import parse_all
 from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.generate import loading
-from megatron_zpp.generate.loading import load_model
 from megatron_zpp.generate.scoring import Passage
 from megatron_zpp.generate.tasks import Task, last_word
 from megatron_zpp.model.gpt import GPT
@@ -27,17 +26,6 @@ ARTICLES = [
     f"Article {number}: the fox jumps over the lazy dog, and then sleeps.\n" * 3 for number in range(3)
 ]
 SENTENCES = ["the quick brown fox jumps", "over the lazy dog", "single", "one  two ", "naïve – 東京"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Of a GPT-2, or of another model that a test names."""
-    return make_checkpoint(tmp_path_factory.mktemp("evaluate"), getattr(request, "param", "gpt2"))
-
-
-@pytest.fixture(scope="module")
-def loaded(checkpoint: Path) -> tuple[GPT, Tokenizer]:
-    return load_model(str(checkpoint), None)
 
 
 def jsonl(path: Path, texts: list[str]) -> str:
@@ -99,7 +87,6 @@ def test_perplexity_is_the_plain_one_on_any_number_of_ranks(
         assert figures(tmp_path, *flags, ranks=3) == found
 
 
-@pytest.mark.parametrize("checkpoint", ["gpt2", nightly("llama")], indirect=True)
 def test_lambada_is_what_greedy_generation_says(
     checkpoint: Path, loaded: tuple[GPT, Tokenizer], tmp_path: Path
 ) -> None:

@@ -1,12 +1,10 @@
 """Curves of metrics files; what is none is refused in a line, and at once."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from megatron_zpp.commands.plot import load
 from megatron_zpp.reporting.report.curves import LINE_LIMIT, read_metrics
 from megatron_zpp.reporting.sinks import MetricsFile
 from tests.reporting.test_curves import step
@@ -65,10 +63,7 @@ def test_a_resumed_run_begins_a_new_line_behind_one_that_was_cut(tmp_path: Path)
         assert file.read_text() == before + after + '{"iteration": 2, "lm_loss": 2.0}\n'
 
 
-def test_a_fifo_and_a_line_without_end_are_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(OSError, match="is a FIFO, not a regular file"):
-        iterations(tmp_path / "fifo")
+def test_a_line_without_end_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "long").open("wb") as file:
         file.truncate(1000 * LINE_LIMIT)  # zeros, of which the first line's limit is read
     with pytest.raises(ValueError, match="long:1: not a line of a metrics file"):
@@ -95,12 +90,6 @@ def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path) -> None:
     content = output.read_bytes()
     for text in (b"a: training, mean of 2", b"b: training", b"gradient norm", b"tokens", b"seeds"):
         assert b"<!-- %s -->" % text in content, text  # matplotlib's comments beside its outlines of letters
-
-
-def test_runs_of_one_label_are_one_band(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / f"{seed}.jsonl", 1 + seed) for seed in range(2)]
-    assert [len(records) for records in load(runs, ("a", "a")).values()] == [2]
-    assert list(load(runs, ("a", "b"))) == ["a", "b"]
 
 
 @pytest.mark.parametrize(

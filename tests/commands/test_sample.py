@@ -8,13 +8,6 @@ import torch
 
 from megatron_zpp.commands import sample
 from megatron_zpp.generate.loading import load_model
-from tests.generate.models import make_checkpoint
-from tests.support import nightly
-
-
-@pytest.fixture(scope="module", params=["gpt2", nightly("llama")])
-def checkpoint(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("sample"), request.param)
 
 
 def texts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *argv: object) -> list[str]:

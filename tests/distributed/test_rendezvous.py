@@ -17,10 +17,6 @@ from tests.forkserver import CONTEXT
 from tests.support import free_port
 
 
-def ignore(line: str) -> None:
-    """What a rank says."""
-
-
 def serve(port: int, started: Connection) -> None:
     """Rank 0's process, which keeps the store."""
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)
@@ -47,7 +43,7 @@ def test_a_rank_does_not_wait_for_a_store_that_stopped(monkeypatch: pytest.Monke
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         with pytest.raises(ValueError, match=r"RANK 0: does not answer rank 1 on .*; see rank 0's output"):
-            module.rendezvous(Topology(1, 2, 0, 1), place, timedelta(seconds=2), say=ignore, ended=ignore)
+            module.rendezvous(Topology(1, 2, 0, 1), place, timedelta(seconds=2), say=print, ended=print)
     finally:
         server.kill()
 
@@ -61,7 +57,7 @@ def start(
     """
     try:
         met = module.rendezvous(
-            Topology(rank, world, 0, 1), place, timedelta(seconds=limit), say=ignore, ended=ignore
+            Topology(rank, world, 0, 1), place, timedelta(seconds=limit), say=print, ended=print
         )
         if kept is not None:
             kept.append(met)

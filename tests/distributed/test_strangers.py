@@ -24,15 +24,11 @@ from megatron_zpp.distributed.lifelines import Lifelines
 from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.rendezvous import rendezvous
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision.process import connect_ranks
+from megatron_zpp.supervision.process import Process
 from tests.support import free_port
 
 MINUTE = timedelta(minutes=1)
 ESCAPES = "\x1b]0;owned\x07 call 555-0100"
-
-
-def ignore(line: str) -> None:
-    """What a rank says."""
 
 
 class Met:
@@ -78,8 +74,8 @@ class Met:
                 Topology(rank, 2, 0, 1),
                 self.place(rank),
                 timedelta(seconds=self._limit),
-                say=ignore,
-                ended=ignore,
+                say=print,
+                ended=print,
             )
         except ValueError as error:
             self.ends[rank] = str(error)
@@ -127,7 +123,7 @@ def test_a_stranger_who_knows_all_of_the_store_gets_no_lifeline(met: Met) -> Non
     port = lines.listen()
     lines.start(port, "127.0.0.1", derived(met.key(0), "lifelines").hex())
     for text in (*texts, *(text[:64] for text in texts), ""):
-        stranger = Lifelines(Topology(1, 2, 0, 1), ignore)
+        stranger = Lifelines(Topology(1, 2, 0, 1), print)
         stranger.start(port, "127.0.0.1", text)
         assert not lines.complete
         stranger.leave()
@@ -243,7 +239,7 @@ def test_programs_that_a_rank_starts_do_not_get_the_secret(monkeypatch: pytest.M
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(VARIABLE, "s" * 32)
-    connect_ranks(DistributedConfig(), Topology(), "test")
+    Process.start("test").connect(DistributedConfig())
     assert VARIABLE not in os.environ
 
 

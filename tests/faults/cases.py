@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.site import COMMANDS
+from tests.support import flipped
 
 Harm = Callable[[Path], object]
 
@@ -63,13 +64,7 @@ def cut(name: str, length: int) -> Harm:
 
 def flip(name: str, at: int) -> Harm:
     """Flips the lowest bit of a byte; a negative place is counted from the end."""
-
-    def harm(site: Path) -> None:
-        content = bytearray((site / name).read_bytes())
-        content[at] ^= 1
-        (site / name).write_bytes(content)
-
-    return harm
+    return lambda site: (site / name).write_bytes(flipped((site / name).read_bytes(), 8 * at))
 
 
 def put(name: str, content: bytes | str) -> Harm:

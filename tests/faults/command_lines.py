@@ -9,6 +9,7 @@ from tests.faults.cases import refused as bad
 COMPACT = "--optimizer muon --use-precision-aware-optimizer"
 ROPE = "--position-embedding-type rope"
 WSD = "--lr-decay-style WSD"
+MUP, APEX = "--use-mup --mup-base-hidden-size 8", "--fused-backend apex"
 FULL, WIDE = "--recompute-granularity full", "--fp32-residual-connection"
 QGZ = "--zero-stage 3 --zero-quantized-gradients"
 MOCK = "--mock-data"
@@ -76,6 +77,10 @@ MODEL = [
     bad(WIDE, f"{WIDE} (given): needs --bf16 or --fp16"),
     bad(f"{WIDE} --bf16 --norm-placement after", f"{WIDE} (given): … needs before or both"),
     bad(f"{WIDE} --bf16 --fused-backend apex", f"{WIDE} (given): needs --fused-backend torch"),
+    bad(f"--apply-layernorm-1p {APEX}", "--apply-layernorm-1p (given): needs --fused-backend torch"),
+    bad("--mup-base-hidden-size 8", ": needs --use-mup"),
+    bad(f"{MUP} --mup-embedding-mult 3", "--embedding-multiplier 3.0: scales tokens alone, and muP"),
+    bad(f"{MUP} {APEX}", "--use-mup (given): needs --fused-backend torch"),
     bad("--recompute-method block", "--recompute-method block: needs --recompute-granularity full"),
     bad(FULL, f"{FULL}: needs --recompute-method uniform or block"),
     bad(f"{FULL} --recompute-method block --recompute-num-layers 3", ": … at most --num-layers 2"),
@@ -104,6 +109,11 @@ OPTIMIZER = [
     bad("--lr-warmup-samples 5", "--lr-warmup-samples 5: … use --lr-warmup-iters"),
     bad(WSD, f"{WSD}: needs one of --lr-wsd-decay-iters"),
     bad("--lr-wsd-decay-iters 5", f"--lr-wsd-decay-iters 5: needs {WSD}"),
+    bad("--decoupled-min-lr 1e-5", "--decoupled-min-lr 1e-05: needs --decoupled-lr"),
+    bad(
+        "--decoupled-lr 1e-5 --min-lr 1e-4", "--decoupled-min-lr 0.0001: must be at most --decoupled-lr 1e-05"
+    ),
+    bad(f"--decoupled-lr 1e-3 {APEX}", "--decoupled-lr 0.001: needs --fused-backend torch"),
     bad("--adam-beta1 1", "--adam-beta1 1.0: must be below 1"),
     bad("--fp16 --bf16", "--fp16 (given): contradicts --bf16"),
     bad("--loss-scale 8", "--loss-scale 8.0: needs --fp16"),
@@ -160,6 +170,16 @@ PLACES = [
     bad("--load hf:", "--load hf:: names no directory"),
     bad("--load hf:hf --ckpt-step 5", "--ckpt-step 5: --load hf:hf has no iterations; omit it"),
     bad("--save hf:new", "--save hf:new: name a directory without hf: … megatron-zpp export"),
+    bad(
+        "--deterministic-mode --attention-backend fused",
+        "--attention-backend fused: contradicts --deterministic-mode: its backward sums in no fixed",
+    ),
+    bad(
+        "--deterministic-mode --attention-backend flash3",
+        "--attention-backend flash3: contradicts --deterministic-mode: not all its releases",
+    ),
+    bad("--use-checkpoint-args", " (given): needs --load"),
+    bad("--use-checkpoint-args --load hf:x", "--use-checkpoint-args (given): --load hf:x has no arguments"),
     bad("--exit-on-missing-checkpoint", "--exit-on-missing-checkpoint (given): needs --load"),
     bad("--wandb-exp-name a", "--wandb-exp-name a: needs --wandb-project"),
 ]

@@ -137,22 +137,6 @@ def two_ranks(site: Path, *extra: tuple[str, ...]) -> list[Done]:
     return run_ranks(ranks, site, timeout=240)
 
 
-def check_one(ended: list[Done], said: str) -> None:
-    """All ranks fail, and one prints why."""
-    (speaker,) = (done for done in ended if done.stderr)
-    check(speaker, Case("", said))
-    assert {done.status for done in ended} == {1}
-
-
-def test_each_node_reports_an_error_once(site: Path) -> None:
-    """One rank, whichever is first, reports an error that both ranks have."""
-    (case,) = (case for case in CHECKED if case.argv == "--fused-backend apex")
-    ended = two_ranks(site, *[tuple(case.argv.split())] * 2)
-    (speaker,) = (done for done in ended if done.stderr)
-    check(speaker, case)
-    assert {done.status for done in ended} == {2}
-
-
 def test_damage_that_one_rank_reads_ends_all_ranks(site: Path) -> None:
     (good, other) = two_ranks(site, *[("--verify-data", "--train-iters", "1")] * 2)
     assert (good.status, other.status) == (0, 0)
@@ -160,7 +144,9 @@ def test_damage_that_one_rank_reads_ends_all_ranks(site: Path) -> None:
     flip("text.bin", -1)(site)  # its only chunk is the second rank's to read
     before = contents(site)
     ended = two_ranks(site, *[("--verify-data",)] * 2)
-    check_one(ended, "text.bin: damaged between bytes 0 and 10000 … preprocess the data again")
+    (speaker,) = (done for done in ended if done.stderr)
+    check(speaker, Case("", "text.bin: damaged between bytes 0 and 10000 … preprocess the data again"))
+    assert {done.status for done in ended} == {1}
     said = [line for done in ended for line in done.stdout.splitlines() if not line.startswith("[Gloo] ")]
     assert said == []  # except what gloo of torch 2.8 prints itself
     assert contents(site) == before

@@ -116,14 +116,6 @@ def test_refuses_chunks_of_a_size_that_nobody_writes(chunk_bytes):
         Checksums.from_json(value, Path("m"))
 
 
-def test_a_file_that_is_not_regular_is_damaged(tmp_path):
-    sums = written(tmp_path / "file", [b"content"])
-    (tmp_path / "file").unlink()
-    os.mkfifo(tmp_path / "file")
-    with pytest.raises(DamagedFile, match=f"{tmp_path}/file: is a FIFO, not a regular file"):
-        VerifiedFile(tmp_path / "file", sums)
-
-
 @pytest.mark.parametrize(
     ("call", "code", "how"), [("open", errno.EIO, "check"), ("preadv", errno.ESTALE, "read")]
 )

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_zpp.storage import lease as module
+from megatron_zpp.storage.files import write_whole
 from megatron_zpp.storage.lease import LEASE, Held, Holder, Lease, LeaseLost
 from megatron_zpp.storage.location import Location, ObjectError, location
 from megatron_zpp.storage.objects import path as object_path
@@ -65,17 +66,9 @@ def held_by(directory: Location) -> Holder:
     return holder
 
 
-def put(directory: Location, content: bytes) -> None:
-    path = directory / LEASE
-    if isinstance(path, Path):
-        path.write_bytes(content)
-    else:
-        path.write(content)
-
-
 def change(directory: Location, **changes: Any) -> None:
-    """Write the lease with other values."""
-    put(directory, replace(held_by(directory), **changes).encode())
+    """Replace the lease by one with other values; whoever held it renews a file without a name."""
+    write_whole(directory / LEASE, replace(held_by(directory), **changes).encode())
 
 
 def elsewhere(directory: Location, **changes: Any) -> None:
@@ -198,12 +191,7 @@ def test_a_host_that_renews_is_refused(tmp_path: Path) -> None:
 
 def test_a_suspended_holder_finds_out_that_it_was_taken_over(directory: Location) -> None:
     with Lease(directory, print, SECONDS) as lease:
-        other = replace(held_by(directory), lease="0" * 16).encode()
-        if isinstance(directory, Path):
-            (directory / "other").write_bytes(other)
-            os.replace(directory / "other", directory / LEASE)
-        else:
-            put(directory, other)
+        change(directory, lease="0" * 16)
         wait_until(lambda: lease.lost)
         with pytest.raises(LeaseLost, match=r"was taken over by process \d+ on "):
             lease.check()
@@ -231,7 +219,7 @@ def test_of_several_that_come_at_once_one_has_it(directory: Location, stale: str
         lease._over.set()
         elsewhere(directory, lease="x")
         if stale == "cut off":
-            put(directory, b"")
+            write_whole(directory / LEASE, b"")
     outcomes, over, barrier = list[str](), threading.Event(), threading.Barrier(4)
 
     def take() -> None:

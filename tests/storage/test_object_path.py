@@ -11,7 +11,7 @@ import pytest
 
 from megatron_zpp.storage.checksums import DamagedFile, VerifiedFile, checksums_of
 from megatron_zpp.storage.files import check_writable
-from megatron_zpp.storage.location import Conflict, NoObject, ObjectError, location
+from megatron_zpp.storage.location import NoObject, ObjectError, location
 from megatron_zpp.storage.objects import requests as object_store
 from megatron_zpp.storage.objects import upload as object_upload
 from megatron_zpp.storage.objects.path import ObjectPath
@@ -74,17 +74,6 @@ def test_more_objects_than_one_answer_lists_are_removed(
     assert server.keys("many/") == []
 
 
-def test_conditions_decide_between_writers(server: ObjectServer) -> None:
-    path = ObjectPath(BUCKET, "conditions")
-    first = path.write(b"one", if_absent=True)
-    with pytest.raises(Conflict):
-        path.write(b"two", if_absent=True)
-    second = path.write(b"two", if_tag=first)
-    with pytest.raises(Conflict):
-        path.write(b"three", if_tag=first)
-    assert path.read_whole() == (b"two", second)
-
-
 @pytest.mark.parametrize(("size", "at_once"), [(0, 4), (CHUNK, 4), (9 * CHUNK + 77, 1)])
 def test_an_upload_has_the_bytes_and_checksums_of_a_file(
     server: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, at_once: int
@@ -105,6 +94,12 @@ def test_an_upload_has_the_bytes_and_checksums_of_a_file(
         target = bytearray(CHUNK)
         VerifiedFile(path, checksums).read_into(5, memoryview(target))
         assert target == content[5 : 5 + CHUNK]
+        server.put(path.key, content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(DamagedFile, match=f"^{path}: damaged between bytes {9 * CHUNK} and {size}: "):
+            VerifiedFile(path, checksums).check_rest()
+        server.remove(path.key)
+        with pytest.raises(DamagedFile, match=f"^{path}: missing"):
+            VerifiedFile(path, checksums)
 
 
 def test_an_upload_that_is_given_up_leaves_nothing(server: ObjectServer) -> None:
@@ -121,23 +116,6 @@ def test_an_object_of_any_size_fits_in_the_parts_of_an_upload() -> None:
         assert part_bytes(size) % CHUNK == 0
         assert part_bytes(size) >= 5 << 20
         assert -(-size // part_bytes(size)) <= 10_000
-
-
-def test_damage_is_named_with_its_place(server: ObjectServer, tmp_path: Path) -> None:
-    content = bytearray(os.urandom(CHUNK + 100))
-    (tmp_path / "file").write_bytes(content)
-    checksums, path = checksums_of(tmp_path / "file"), ObjectPath(BUCKET, "damaged")
-    content[CHUNK + 50] ^= 1
-    server.put("damaged", bytes(content))
-    url = f"s3://{BUCKET}/damaged"
-    with pytest.raises(DamagedFile, match=f"^{url}: damaged between bytes {CHUNK} and {CHUNK + 100}: "):
-        VerifiedFile(path, checksums).check_rest()
-    server.put("damaged", bytes(content[:-1]))
-    with pytest.raises(DamagedFile, match=f"^{url}: {CHUNK + 99} bytes; {CHUNK + 100} were written"):
-        VerifiedFile(path, checksums)
-    server.remove("damaged")
-    with pytest.raises(DamagedFile, match=f"^{url}: missing"):
-        VerifiedFile(path, checksums)
 
 
 def test_an_object_that_is_replaced_while_it_is_read_is_an_error(server: ObjectServer) -> None:

@@ -21,7 +21,7 @@ from megatron_zpp.data.text.open import _entry
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.sinks import MetricsFile, check_sinks
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
-from megatron_zpp.storage.files import check_writable, locked, open_shared, write_durably, write_text
+from megatron_zpp.storage.files import locked, open_shared, write_durably, write_text
 from tests.support import ROOT, environment, run
 
 
@@ -97,11 +97,6 @@ def test_a_link_in_place_of_a_shared_file_is_refused(tmp_path: Path, target: str
         pass
     assert (tmp_path / "victim").read_text() == "mine"
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_a_probe_follows_no_link(tmp_path: Path) -> None:
-    check_writable("--save", str(tmp_path / "new"))
-    assert not list(tmp_path.iterdir())
 
 
 def test_metrics_follow_the_links_of_the_user_in_any_directory(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Clock:
 
 
 def test_waits_grow_from_the_first_to_the_longest() -> None:
-    waits = [wait for wait, _ in zip(growing_waits(0.02, 1.0), range(100), strict=False)]
+    waits = [wait for wait, _ in zip(growing_waits(0.02), range(100), strict=False)]
     assert waits[0] <= 0.02
     assert sum(waits[:5]) < 0.3
     assert all(0.5 <= wait <= 1 for wait in waits[20:])

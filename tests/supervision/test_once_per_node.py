@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +13,11 @@ import pytest
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision import once_per_node
 from megatron_zpp.supervision.once_per_node import OncePerNode
+from tests.config.command_line import SMALLEST
 from tests.support import Run, wait_until
 
 RANKS = 4
-REFUSED = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --model-preset gpt2-125m --train-iters 1 "
-    "--micro-batch-size 1 --lr 1 --bf16 --fp16"
-).split()
+REFUSED = [*SMALLEST, "--bf16", "--fp16"]
 LINE = "pretrain_gpt.py: error: --fp16 (given): contradicts --bf16; give one"
 
 
@@ -52,20 +51,18 @@ def test_a_rank_with_a_different_error_prints_it_too(tmp_path: Path) -> None:
         assert len(run.errors()) == 2
 
 
+Said = Callable[..., int]
+
+
 @pytest.fixture
-def said(capfd: pytest.CaptureFixture[str]) -> "Said":
-    return Said(capfd)
-
-
-class Said:
+def said(capfd: pytest.CaptureFixture[str]) -> Said:
     """How often a line was printed since the last call."""
 
-    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
-        self._capfd = capfd
-
-    def __call__(self, node: OncePerNode, topic: str = "topic") -> int:
+    def say(node: OncePerNode, topic: str = "topic") -> int:
         node.say(topic, "line")
-        return self._capfd.readouterr().err.count("line\n")
+        return capfd.readouterr().err.count("line\n")
+
+    return say
 
 
 def test_an_error_of_an_earlier_start_is_printed_again(

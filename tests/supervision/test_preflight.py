@@ -16,15 +16,13 @@ from megatron_zpp.distributed.rank_addresses import RankAddress, ranges
 from megatron_zpp.distributed.rendezvous import interface_of, rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.supervision import heartbeat, joining
+from megatron_zpp.supervision import heartbeat
 from megatron_zpp.supervision.preflight import Ring, describe_rates, rings_of, slow_links, split_nodes
+from megatron_zpp.train.setup import ranks
+from tests.config.command_line import SMALLEST
 from tests.support import Run
 
-FLAGS = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 16 "
-    "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 2 --lr 1e-3 --eval-iters 0 "
-    "--num-workers 0 --device cpu --log-interval 1"
-).split()
+FLAGS = [*SMALLEST, "--train-iters", "2", "--device", "cpu"]
 AT_ONCE = "--heartbeat-timeout 0 --distributed-timeout-minutes 0.04".split()
 SOON = "--heartbeat-timeout 6 --distributed-timeout-minutes 0.15".split()
 ON_ANOTHER_NODE = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # each node says what its ranks see alike
@@ -49,11 +47,11 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]
 def say_soon() -> None:
     """Missing ranks are named after two seconds instead of ten, and end a run long before gloo gives up."""
     meeting.SAY_AFTER = heartbeat.SAY_AFTER = 2.0
-    joining._NAMED = 0.4
+    ranks._NAMED = 0.4
 
 
 def hang_when_it_joins() -> None:
-    joining.process_group = lambda *_: time.sleep(1000)
+    ranks.process_group = lambda *_: time.sleep(1000)
 
 
 def test_a_rank_that_falls_silent_ends_the_run(waiting: dict[str, Run]) -> None:

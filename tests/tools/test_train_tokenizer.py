@@ -23,11 +23,10 @@ def inputs(tmp_path: Path) -> list[Path]:
     return [tmp_path / "in.jsonl.gz", tmp_path / "in.txt"]
 
 
-@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
-def test_model_of_both_forms(inputs: list[Path], tmp_path: Path, model_type: str) -> None:
+def test_model_of_both_forms(inputs: list[Path], tmp_path: Path) -> None:
     prefix = tmp_path / "new" / "tokenizer"
     result = succeed(TOOL, "--input", *inputs, "--json-key", "body", "--vocab-size", 700,
-                     "--model-type", model_type, "--output-prefix", prefix)  # fmt: skip
+                     "--model-type", "unigram", "--output-prefix", prefix)  # fmt: skip
     tokenizer = SentencePieceTokenizer(f"{prefix}.model")
     assert tokenizer.vocab_size == 700
     assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in SOURCE)

@@ -1,5 +1,6 @@
 """Engines that hold weights as 8-bit codes, and what is read from them."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,21 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.fp8.delayed import DelayedProduct
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
-from tests.train.test_fp8_scaling import batch, engine_of
+from tests.model.test_fp8_delayed import nearest
+from tests.train.test_fp8_scaling import batch, engine_of, state_of
 
-HELD = "--fp8-param-gather"
+HELD, E4M3 = "--fp8-param-gather", torch.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Of one rank: losses and norms of steps, bytes sent, and bytes of memory."""
+
+    numbers: list[float]
+    sent: tuple[int, int]  # inside nodes and between them, in a step of one micro-batch
+    weights: int  # slots, and what is sent or kept outside of them
+    secondary: int
+    multiplied: list[bytes] = dataclasses.field(default_factory=list)  # the codes after each step
 
 
 def products(engine: ZeroEngine) -> dict[str, DelayedProduct]:
@@ -41,6 +54,20 @@ def masters_of(engine: ZeroEngine) -> dict[str, Tensor]:
         for unit in engine.units
         for name, view in zip(unit.names, unit.views(unit.master), strict=True)
     }
+
+
+def scales_of(engine: ZeroEngine) -> dict[str, float]:
+    """By weight, those that the state has."""
+    state = state_of(engine)
+    return {name: state[name.removesuffix(".weight")]["scales"][1] for name in products(engine)}
+
+
+def check_codes(engine: ZeroEngine, scales: dict[str, float] | None = None) -> None:
+    """Require codes of the master weights; without `scales` by 448 over the largest magnitude of each."""
+    masters = masters_of(engine)
+    for name, codes in codes_of(engine).items():
+        scale = torch.tensor(448.0) / masters[name].abs().max() if scales is None else scales[name]
+        assert torch.equal(codes, nearest(masters[name] * torch.as_tensor(scale), E4M3)), name
 
 
 def take_step(engine: ZeroEngine, step: int) -> tuple[float, float]:

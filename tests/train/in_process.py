@@ -7,21 +7,18 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_zpp.config.root import parse_args
-from megatron_zpp.data.open import SplitOpener, Splits
+from megatron_zpp.data.open import Splits
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.lease import Lease
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.signals import StopSignals
-from megatron_zpp.tokenizer import build_tokenizer, describe
-from megatron_zpp.train.inputs import RunInputs
+from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.train.loop import train
 from megatron_zpp.train.run import build_run
-from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.train.setup.build_engine import build_engine
 from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.train.setup.ranks import Ranks
-from megatron_zpp.train.setup.reading import open_data
 from megatron_zpp.train.steps.stopping import Ending
 from tests.support import records_of
 from tests.train.conftest import BYTES, TINY
@@ -34,16 +31,8 @@ SMALLEST += ["--eval-iters", "0"]
 def train_here(argv: list[str], activity: Activity | None = None, lease: Lease | None = None) -> Ending:
     """Trains on the CPU, with the samples read by this process; the log goes to stdout."""
     config, topology = parse_args([*argv, "--device", "cpu", "--num-workers", "0"]), Topology()
-    schedule = RunSchedule.from_config(
-        config.training, config.learning_rate, 1, seq_length=config.model.seq_length
-    )
-    built = build_tokenizer(config.tokenizer)
-    tokenizer = describe(built)
-    splits = open_data(config, schedule, tokenizer, print)
-    inputs = RunInputs(
-        config=config, tokenizer=tokenizer, tokenizer_files=built.files(), schedule=schedule, splits=splits
-    )
-    engine = build_engine(config, tokenizer["vocab_size"], prepare_device(config, topology), topology)
+    inputs = check_inputs(config, topology.mesh(), print)
+    engine = build_engine(config, inputs.tokenizer["vocab_size"], prepare_device(config, topology), topology)
     ranks = Ranks(
         topology=topology,
         store=dist.HashStore(),
@@ -81,14 +70,7 @@ def beginning_of(argv: list[str]) -> tuple[GPT, Splits]:
     """The model of a run on BYTES with its initial weights, and its data."""
     config = parse_args(argv)
     model = GPT(config.model, EOD + 1).initialize(config.training.seed).eval()
-    opener = SplitOpener(
-        config=config.data,
-        seq_length=config.model.seq_length,
-        vocab_size=EOD + 1,
-        seed=config.training.seed,
-        tokenizer_description={"eod": EOD},
-    )
-    return model, opener.open(("train", "valid"))
+    return model, check_inputs(config, Topology().mesh(), print).splits
 
 
 def of(records: list[dict[str, Any]], name: str) -> list[Any]:

@@ -73,31 +73,23 @@ def test_one_graph_for_all_layers_and_each_way_to_run_them() -> None:
     assert on_ranks(2, sharded) == [(plain, [])] * 2  # both have the same batch
 
 
-@pytest.mark.nightly
-def test_one_graph_for_a_llama() -> None:
-    plain, _ = three_steps(Topology(), backend=None, **LLAMA)
-    assert three_steps(Topology(), backend="aot_eager", recompute="selective", **LLAMA) == (plain, [])
-
-
-def test_one_graph_for_all_chunks_of_mlps() -> None:
-    """In layers and in halves; a chunk draws what it drew without a graph."""
-    plain, _ = three_steps(Topology(), backend=None, recompute="MLPs")
-    assert three_steps(Topology(), backend="aot_eager", recompute="MLPs") == (plain, [])
-    halves = three_steps(Topology(), backend="aot_eager", recompute="MLPs, full", stage=3, unit="sublayer")
-    assert halves == (plain, [])
+HALVES = {"stage": 3, "unit": "sublayer"}
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, nightly(LLAMA | WINDOWS, id="window")],
+    ("plain", "compiled"),
+    [
+        nightly(LLAMA, [{"recompute": "selective"}], id="llama"),
+        pytest.param({"recompute": "MLPs"}, [{}, HALVES | {"recompute": "MLPs, full"}], id="chunks"),
+        pytest.param({}, [HALVES | {"recompute": "full"}], id="halves"),
+        nightly(LLAMA | WINDOWS, [HALVES | {"recompute": "full"}], id="halves with windows"),
+    ],
 )
-def test_graphs_for_the_halves_of_layers(changes: dict[str, Any]) -> None:
-    """One for the first halves, or two with a window, and one for the second ones, which change no bit."""
-    plain, _ = three_steps(Topology(), backend=None, **changes)
-    halves = three_steps(
-        Topology(), backend="aot_eager", recompute="full", stage=3, unit="sublayer", **changes
-    )
-    assert halves == (plain, [])
+def test_one_graph_for_each_kind_of_part(plain: dict[str, Any], compiled: list[dict[str, Any]]) -> None:
+    """All chunks of MLPs, which draw what they drew without a graph; first halves, two with windows."""
+    losses, _ = three_steps(Topology(), backend=None, **plain)
+    for changes in compiled:
+        assert three_steps(Topology(), backend="aot_eager", **plain | changes) == (losses, [])
 
 
 def test_a_text_without_documents_beside_batches_with_them() -> None:

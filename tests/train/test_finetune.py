@@ -3,13 +3,10 @@
 import hashlib
 from pathlib import Path
 
+from tests.config.command_line import SMALLEST
 from tests.support import Run
 
-TINY = (
-    "--mock-data --tokenizer-type NullTokenizer --vocab-size 99 --num-layers 1 --hidden-size 64 "
-    "--num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --lr 3e-3 --log-interval 1 --eval-iters 0 "
-    "--num-workers 0 --device cpu --zero-stage 3"
-)
+TINY = [*SMALLEST, *"--hidden-size 64 --lr 3e-3 --device cpu --zero-stage 3".split()]
 FORMATS = (
     "--zero-hpz-partition-size auto --zero-quantized-weights --zero-quantized-weights-format delta4 "
     "--zero-quantized-gradients --zero-quantized-gradients-format rotated4"
@@ -20,7 +17,7 @@ def trained(directory: Path, *flags: str) -> None:
     """Two nodes of one rank."""
     with Run(directory, 2) as run:
         for rank in (0, 1):
-            run.start(rank, *TINY.split(), *flags, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+            run.start(rank, *TINY, *flags, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         assert run.statuses() == {0: 0, 1: 0}, run.errors()
 
 

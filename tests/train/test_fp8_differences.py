@@ -1,6 +1,5 @@
 """--fp8-param-gather with weight differences between nodes: codes of the reference, the same on all nodes."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,24 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.test_fp8_delayed import nearest
-from tests.train.coded_weights import HELD, codes_of, equal, masters_of, products, resumed, steps, take_step
+from tests.train.coded_weights import (
+    E4M3,
+    HELD,
+    Measured,
+    check_codes,
+    equal,
+    masters_of,
+    products,
+    resumed,
+    scales_of,
+    steps,
+    take_step,
+)
 from tests.train.test_fp8_param_gather import check_plan
 from tests.train.test_fp8_scaling import batch, engine_of, state_of
 from tests.zero.engines import states_of
 from tests.zero.ranks import on_ranks
 
-E4M3 = torch.float8_e4m3fn
 DELTA = "--zero-quantized-weights --zero-quantized-weights-format"
 NODE = "--zero-stage 3 --zero-hpz-partition-size auto"
 # Two layers: with --zero-prefetch-units 0 they take turns in one slot.
@@ -35,17 +45,6 @@ CASES = [
 FIRST = CASES[0].split()
 TWO_RANKS = CASES[1].split()
 GROUPS = CASES[0].replace("auto", "2").split()  # of a node of four ranks, with a reference each
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """Of one rank: losses and norms of steps, bytes sent, and bytes of memory."""
-
-    numbers: list[float]
-    sent: tuple[int, int]  # inside nodes and between them, in a step of one micro-batch
-    weights: int  # slots, messages, and codes outside of slots
-    secondary: int
-    multiplied: list[bytes]  # the codes of all weights after each step
 
 
 def multiplied(engine: ZeroEngine) -> dict[str, Tensor]:
@@ -77,23 +76,18 @@ def check(engine: ZeroEngine, found: dict[str, Tensor], scales: dict[str, float]
                 assert torch.equal(parameter, known[name].bfloat16()), name
 
 
-def scales_of(engine: ZeroEngine) -> dict[str, float]:
-    state = state_of(engine)
-    return {name: state[name.removesuffix(".weight")]["scales"][1] for name in products(engine)}
-
-
 def largest(engine: ZeroEngine) -> dict[str, float]:
     """448 over the largest magnitude of each reference."""
     known = states_of(engine, REFERENCE)
     return {name: (torch.tensor(448.0) / known[name].abs().max()).item() for name in products(engine)}
 
 
-def measure(topology: Topology, cases: list[list[str]]) -> list[Found]:
+def measure(topology: Topology, cases: list[list[str]]) -> list[Measured]:
     torch.set_num_threads(1)
     return [_measure(engine_of(topology, HELD, *case)) for case in cases]
 
 
-def _measure(engine: ZeroEngine) -> Found:
+def _measure(engine: ZeroEngine) -> Measured:
     """Steps of one micro-batch, of two, and of one; bytes of a later step of one."""
     numbers, seen, rank = [], [], engine.mesh.data_rank
     codes = multiplied(engine)
@@ -119,7 +113,7 @@ def _measure(engine: ZeroEngine) -> Found:
         if unit.encoded is not None and not _inside(unit.encoded.codes, unit.full):
             weights += unit.encoded.codes.nbytes
     engine.close()
-    return Found(numbers, sent, weights, sum(unit.reference.nbytes for unit in engine.units), seen)
+    return Measured(numbers, sent, weights, sum(unit.reference.nbytes for unit in engine.units), seen)
 
 
 def _inside(part: Tensor, whole: Tensor) -> bool:
@@ -136,19 +130,19 @@ def without_codes(topology: Topology, case: list[str]) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[list[Found]]:
+def ranks() -> list[list[Measured]]:
     """2 nodes of 2 ranks."""
     return on_ranks(4, measure, [case.split() for case in CASES], ranks_per_node=2)
 
 
-def test_all_ranks_multiply_the_codes_of_the_reference(ranks: list[list[Found]]) -> None:
+def test_all_ranks_multiply_the_codes_of_the_reference(ranks: list[list[Measured]]) -> None:
     """`check` has required that these are what a plain encoding of the reference gives."""
     for found in ranks:
         assert [case.multiplied for case in found] == [case.multiplied for case in ranks[0]]
         assert [case.numbers for case in found] == [case.numbers for case in ranks[0]]
 
 
-def test_stages_have_the_same_bits_and_losses_near_those_of_bf16(ranks: list[list[Found]]) -> None:
+def test_stages_have_the_same_bits_and_losses_near_those_of_bf16(ranks: list[list[Measured]]) -> None:
     turns, own, second, first, rotated = ranks[0]
     for same in (own, second, first):
         assert (same.numbers, same.multiplied) == (turns.numbers, turns.multiplied)
@@ -159,7 +153,7 @@ def test_stages_have_the_same_bits_and_losses_near_those_of_bf16(ranks: list[lis
 
 
 @pytest.mark.parametrize("index", range(len(CASES)))
-def test_the_plan_is_what_ranks_send_and_hold(index: int, ranks: list[list[Found]]) -> None:
+def test_the_plan_is_what_ranks_send_and_hold(index: int, ranks: list[list[Measured]]) -> None:
     check_plan(CASES[index].split(), [rank[index] for rank in ranks])
 
 
@@ -212,8 +206,7 @@ def test_checkpoints_load_without_differences_and_without_a_reference(
     load_checkpoint(saves[0] / "iter_0000005", engine, TOKENIZER, with_optimizer=True)
     engine.evaluate(batch(7, 0))
     masters, scales = masters_of(engine), scales_of(engine)
-    for name, codes in codes_of(engine).items():
-        assert torch.equal(codes, nearest(masters[name] * torch.tensor(scales[name]), E4M3))
+    check_codes(engine, scales)
     save(tmp_path / "plain", engine)
     engine.close()
     for codes, _ in on_ranks(2, loaded, str(tmp_path / "plain"), *TWO_RANKS, ranks_per_node=1):

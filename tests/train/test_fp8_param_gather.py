@@ -1,30 +1,44 @@
-"""--fp8-param-gather: weights as 8-bit codes of the master weights, on every grid."""
+"""--fp8-param-gather: weights as 8-bit codes of the master weights, on every grid, and resumed."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.model.test_fp8_delayed import nearest
+from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.variants import MODELS, flags_of
 from tests.plan.jobs import job_of
-from tests.train.coded_weights import HELD, codes_of, masters_of, products, steps, take_step
+from tests.support import nightly
+from tests.train.coded_weights import (
+    HELD,
+    Measured,
+    check_codes,
+    codes_of,
+    equal,
+    masters_of,
+    products,
+    resumed,
+    scales_of,
+    steps,
+    take_step,
+)
 from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, state_of
 from tests.zero.offloading import offloaded
 from tests.zero.ranks import on_ranks
 
 MUP = "--use-mup --mup-base-hidden-size 16".split()
-E4M3 = torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
@@ -36,18 +50,13 @@ def test_codes_of_master_weights_are_multiplied(model: str) -> None:
     assert set(codes_of(engine)) == {
         name for name in masters if masters[name].dim() == 2 and "layers" in name
     }
-    for name, codes in codes_of(engine).items():
-        scale = torch.tensor(448.0) / masters[name].abs().max()
-        assert torch.equal(codes, nearest(masters[name] * scale, E4M3)), name
+    check_codes(engine)
     for step in range(3):
-        largest = {name: masters[name].abs().max() for name in codes_of(engine)}
         take_step(engine, step)
-        masters, state = masters_of(engine), state_of(engine)
-        for name, codes in codes_of(engine).items():
-            scale = torch.tensor(state[name.removesuffix(".weight")]["scales"][1])
-            assert torch.equal(codes, nearest(masters[name] * scale, E4M3)), name
-            if step == 0:
-                assert scale == torch.tensor(448.0) / largest[name]
+        check_codes(engine, scales_of(engine))
+        if step == 0:
+            for name, scale in scales_of(engine).items():
+                assert torch.tensor(scale) == torch.tensor(448.0) / masters[name].abs().max()
     before = codes_of(engine)
     engine.evaluate(batch(7, 0))
     assert all(torch.equal(codes, before[name]) for name, codes in codes_of(engine).items())
@@ -82,31 +91,19 @@ def test_a_misused_parameter_is_nan() -> None:
     engine.close()
 
 
-CASES: list[tuple[str, ...]] = [
-    *(("--zero-stage", str(stage)) for stage in range(4)),
-    tuple("--zero-stage 3 --zero-hpz-partition-size auto".split()),
-    tuple("--zero-stage 3 --zero-prefetch-units 0 --recompute-granularity full".split())
-    + tuple("--recompute-method uniform".split()),
-    tuple("--zero-stage 3 --zero-hpz-partition-size auto --zero-quantized-gradients".split()),
+CASES = [
+    *(f"--zero-stage {stage}" for stage in range(4)),
+    "--zero-stage 3 --zero-hpz-partition-size auto",
+    "--zero-stage 3 --zero-prefetch-units 0 --recompute-granularity full --recompute-method uniform",
+    "--zero-stage 3 --zero-hpz-partition-size auto --zero-quantized-gradients",
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """Of one rank: losses and norms of steps and an evaluation, and bytes."""
-
-    numbers: list[float]
-    sent: tuple[int, int]  # inside nodes and between them, in the last step
-    weights: int  # slots, and what is sent from elsewhere
-    secondary: int
 
 
 def measure(topology: Topology) -> list[Measured]:
     """Each of CASES, and the first one without the flag."""
     torch.set_num_threads(1)
-    return [_measure(engine_of(topology, HELD, *case)) for case in CASES] + [
-        _measure(engine_of(topology, *CASES[0]))
-    ]
+    lines = [*(f"{HELD} {case}" for case in CASES), CASES[0]]
+    return [_measure(engine_of(topology, *line.split())) for line in lines]
 
 
 def _measure(engine: ZeroEngine) -> Measured:
@@ -158,7 +155,7 @@ def check_plan(case: Sequence[str], ranks: Sequence[Any]) -> None:
 
 @pytest.mark.parametrize("index", range(len(CASES)))
 def test_the_plan_is_what_ranks_send_and_hold(index: int, ranks: list[list[Measured]]) -> None:
-    check_plan(CASES[index], [rank[index] for rank in ranks])
+    check_plan(CASES[index].split(), [rank[index] for rank in ranks])
 
 
 def poisoned(topology: Topology, *more: str) -> list[Any]:
@@ -185,3 +182,48 @@ def test_a_nan_in_a_weight_does_what_it_does_in_bf16() -> None:
     """The loss is NaN, the step is skipped on all ranks, and the scales stay those of finite numbers."""
     plain, held = (on_ranks(2, poisoned, "--zero-stage", "3", *flag) for flag in ((), (HELD,)))
     assert held == plain == [[(False, False, True)] * 2] * 2
+
+
+@pytest.mark.parametrize("case", [nightly(CASES[1]), CASES[4]])
+def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(case: str, tmp_path: Path) -> None:
+    for expected, found, _ in on_ranks(2, resumed, str(tmp_path), case.split()):
+        assert found == expected
+
+
+def test_checkpoints_load_with_the_flag_and_without(tmp_path: Path) -> None:
+    """From each kind into the other, and into a grid of other ranks: fp32 weights and scales are equal."""
+    for name, flags in (("held", (HELD,)), ("plain", ())):
+        on_ranks(2, saved, str(tmp_path / name), "--zero-stage", "3", *flags)
+        engines = []
+        for more in ((), (HELD,)):
+            engine = engine_of(Topology(), *more)
+            path = tmp_path / name / "iter_0000005"
+            load_checkpoint(path, engine, TOKENIZER, with_optimizer=True)
+            engines.append(
+                (engine, masters_of(engine), state_of(engine), engine.evaluate(batch(4, 0)).item())
+            )
+        (plain, weights, state, loss), (held, same, too, near) = engines
+        assert state == too
+        assert equal(weights, same)
+        assert near == pytest.approx(loss, rel=0.01)
+        check_codes(held, scales_of(held))
+        plain.close()
+        held.close()
+
+
+def saved(topology: Topology, directory: str, *more: str) -> None:
+    engine = engine_of(topology, *more)
+    for step in range(2):
+        take_step(engine, step)
+    save(Path(directory), engine)
+    engine.close()
+
+
+def test_weights_without_scales_are_scaled_by_themselves(tmp_path: Path) -> None:
+    """As --finetune and --no-load-optim load them."""
+    saved(Topology(), str(tmp_path))
+    engine = engine_of(Topology(), HELD)
+    load_checkpoint(tmp_path / "iter_0000005", engine, TOKENIZER, with_optimizer=False)
+    engine.evaluate(batch(4, 0))
+    check_codes(engine)
+    engine.close()

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision import joining
+from megatron_zpp.train.setup import ranks
 from tests.support import Run, nightly, wait_until
 
 NODE = 2  # ranks per node; there are two nodes
@@ -52,7 +52,7 @@ def join_for_ever(file: Path) -> None:
             file.touch()
         time.sleep(1000)
 
-    joining.process_group = wait
+    ranks.process_group = wait
 
 
 def kill(victim: int, run: Run) -> float:

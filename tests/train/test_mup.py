@@ -10,8 +10,7 @@ import torch
 
 from megatron_zpp.checkpoint.foreign.architecture import read_settings
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import UsageError
-from megatron_zpp.config.root import parse_args, parse_command_line
+from megatron_zpp.config.root import parse_command_line
 from megatron_zpp.model.gpt import GPT
 from tests.config.command_line import MINIMAL
 
@@ -59,16 +58,6 @@ def test_flags_are_megatron_lms() -> None:
     model = parsed.config.model
     assert (model.embedding_multiplier, model.logits_multiplier) == (3.0, 0.5)
     assert "--mup-output-mult is --logits-multiplier" in parsed.notes[0]
-    for more, said in (
-        (typed, "--embedding-multiplier 3.0: scales tokens alone, and muP scales learned"),
-        ("--mup-base-hidden-size 8", "--mup-base-hidden-size 8: needs --use-mup"),
-        (
-            "--use-mup --mup-base-hidden-size 8 --fused-backend apex",
-            r"--use-mup \(given\): needs --fused-backend torch",
-        ),
-    ):
-        with pytest.raises(UsageError, match=f"^{said}"):
-            parse_args([*MINIMAL, *more.split()])
 
 
 def test_a_checkpoint_of_megatron_lm_brings_its_multipliers() -> None:

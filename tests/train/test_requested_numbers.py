@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args, parse_command_line
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.loading import load_model
@@ -68,36 +67,6 @@ def test_the_decoupled_rate_follows_the_schedule(tmp_path: Path, flags: list[str
     assert of(found, "learning_rate") == pytest.approx([1e-3, 7.75e-4, 5.5e-4])
     assert of(found, "decoupled_learning_rate") == pytest.approx([4e-3, 3.5e-3, 3e-3])
     assert "| learning rate: 1.000000E-03 | decoupled learning rate: 4.000000E-03 |" in said
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("--decoupled-min-lr 1e-5", "--decoupled-min-lr 1e-05: needs --decoupled-lr"),
-        (
-            "--decoupled-lr 1e-5 --min-lr 1e-4",
-            "--decoupled-min-lr 0.0001: must be at most --decoupled-lr 1e-05",
-        ),
-        ("--decoupled-lr 1e-3 --fused-backend apex", "--decoupled-lr 0.001: needs --fused-backend torch"),
-        (
-            "--apply-layernorm-1p --fused-backend apex",
-            "--apply-layernorm-1p (given): needs --fused-backend torch",
-        ),
-        (
-            "--deterministic-mode --attention-backend fused",
-            "--attention-backend fused: contradicts --deterministic-mode: its backward sums in no fixed",
-        ),
-        (
-            "--deterministic-mode --attention-backend flash3",
-            "--attention-backend flash3: contradicts --deterministic-mode: not all its releases",
-        ),
-        ("--use-checkpoint-args", "--use-checkpoint-args (given): needs --load"),
-        ("--use-checkpoint-args --load hf:x", "--use-checkpoint-args (given): --load hf:x has no arguments"),
-    ],
-)
-def test_what_cannot_be_obeyed(line: str, said: str) -> None:
-    argv = ["--mock-data", *BYTES, *TINY, "--train-iters", "3", *line.split()]
-    assert refusal(parse_args, argv, error=UsageError).startswith(said)
 
 
 def test_deterministic_mode_holds_in_every_thread_of_a_run(flags: list[str]) -> None:

@@ -13,7 +13,8 @@ from megatron_zpp.train.resume.changes import (
 )
 from megatron_zpp.zero.model_states import SUM_RESIDUAL, residual_of
 from tests.config.command_line import MINIMAL
-from tests.train.in_process import Resumed, of
+from tests.train.conftest import BYTES, TINY
+from tests.train.in_process import SMALLEST, Resumed, of, train_here
 
 
 def test_changed_flags_and_a_jump_of_the_learning_rate_are_said(
@@ -105,3 +106,38 @@ def test_moments_of_rows_begin_at_zero_or_are_dropped() -> None:
     assert row_scaling_changes(without, without) == row_scaling_changes(with_them, with_them) == []
     assert "begin at zero" in row_scaling_changes(without, with_them)[0]
     assert "are dropped" in row_scaling_changes(with_them, without)[0]
+
+
+LLAMA = "--position-embedding-type rope --rotary-base 500 --window-size 7,0 --normalization RMSNorm"
+MEANING = "the weights are those of another model"
+
+
+def test_flags_that_change_no_shape_are_named_with_both_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = str(tmp_path / "save")
+    shape = ["--mock-data", *BYTES, *TINY, *SMALLEST]
+    train_here([*shape, *LLAMA.split(), "--save", save, "--train-iters", "2", "--exit-interval", "1"])
+
+    def warnings(*flags: str) -> list[str]:
+        capsys.readouterr()
+        train_here([*shape, *flags, "--load", save, "--train-iters", "2"])
+        lines = capsys.readouterr().out.splitlines()
+        return [line.removeprefix(" WARNING: ") for line in lines if "WARNING" in line]
+
+    of_the_run = "--init-method-std 0.1 --max-position-embeddings 64 --attention-dropout 0"
+    assert warnings(*LLAMA.split(), *of_the_run.split()) == []
+    forgotten = "--position-embedding-type none --normalization RMSNorm --num-attention-heads 4".split()
+    expected = [
+        f"--num-attention-heads was 1 and is 4: {MEANING}",
+        f"--kv-channels was 16 and is 4: {MEANING}",
+        f"--num-query-groups was 1 and is 4: {MEANING}",
+        f"--window-size was 7,0 and is not given: {MEANING}",
+        f"--position-embedding-type was rope and is none: {MEANING}",
+        f"--rotary-base was 500.0 and is not given: {MEANING}",
+        f"--rotary-percent was 1.0 and is not given: {MEANING}",
+        f"--squared-relu was not given and is given: {MEANING}",
+    ]
+    assert sorted(warnings(*forgotten, "--squared-relu")) == sorted(expected)
+    longer = LLAMA.replace("500", "9000").split()
+    assert warnings(*longer, "--finetune") == [f"--rotary-base was 500.0 and is 9000.0: {MEANING}"]

@@ -1,27 +1,34 @@
-"""The ranks of a run while they are connected: what they share, and who may save."""
+"""The ranks of a run while they are connected: how they join, what they share, and who may save."""
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from megatron_zpp.config.options import option_error
 from megatron_zpp.config.root import Config
-from megatron_zpp.distributed.process_group import process_group
+from megatron_zpp.distributed.agreement import check_agreement
+from megatron_zpp.distributed.exchange import Exchange
+from megatron_zpp.distributed.nccl_sockets import SOCKETS, choose_nccl_sockets
+from megatron_zpp.distributed.process_group import backend_of, process_group
 from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import tell
 from megatron_zpp.reporting.slow_work import slow_work
+from megatron_zpp.storage.lease import SECONDS, Held, Lease
+from megatron_zpp.storage.location import ObjectError, location
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.heartbeat import heartbeat, is_of_a_collective
+from megatron_zpp.supervision.preflight import preflight
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.supervision.signals import StopSignals, stop_signals
 from megatron_zpp.train.setup.device import Device
 
-if TYPE_CHECKING:
-    from megatron_zpp.storage.lease import Lease
+_NAMED = 0.8  # of the time-out: then the heartbeat names the ranks that hang, before collectives give up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +45,7 @@ class Ranks:
     signals: StopSignals
     activity: Activity
     lines: tuple[str, ...] = ()
-    lease: "Lease | None" = None
+    lease: Lease | None = None
 
     @contextmanager
     def errors_told(self) -> Iterator[None]:
@@ -92,26 +99,61 @@ def joined_ranks(process: Process, config: Config, device: Device) -> Iterator[R
 def _joined(
     config: Config, topology: Topology, device: Device, rendezvous: Rendezvous, activity: Activity
 ) -> Iterator[list[str]]:
-    """See `join`; a single rank has nobody to join."""
-    if topology.world_size == 1:
-        with process_group(config.distributed, topology, device.device, rendezvous):
-            activity.now("building", patient=True)
-            yield []
-        return
-    from megatron_zpp.supervision.joining import join
+    """Hold a process group while the block runs, after the ranks compared settings and tried the network.
 
-    settings = config.shared_settings() | device.settings()
-    with join(config.distributed, topology, device.device, rendezvous, settings, activity) as lines:
+    Yields lines for the log. Raises ValueError on all ranks, naming the problem and its rank.
+    """
+    distributed, place = config.distributed, device.device
+    limit = _NAMED * distributed.timeout.total_seconds()
+    exchange = Exchange(rendezvous.store, topology, distributed.timeout, "preflight")
+    activity.now("preflight, comparing settings", limit=limit)
+    check_agreement(config.shared_settings() | device.settings(), exchange)
+    sockets = choose_nccl_sockets(backend_of(place), exchange, os.environ)
+    activity.now("preflight, joining the process group", limit=limit)
+    with process_group(distributed, topology, place, rendezvous):
+        through = SOCKETS if sockets.chosen else ""
+        lines = preflight(rendezvous, place, exchange, activity, limit=limit, sockets=through)
+        del exchange  # closes its connections to the store
         activity.now("building", patient=True)
-        yield lines
+        yield [*sockets.lines, *lines]
 
 
+@contextmanager
 def _lease(
     save: str | None, topology: Topology, store: dist.Store, activity: Activity, say: Callable[[str], None]
-) -> "AbstractContextManager[Lease | None]":
-    """See `save_lease`; nothing is held without --save."""
-    if save is None:
-        return nullcontext()
-    from megatron_zpp.train.setup.save_lease import save_lease
+) -> Iterator[Lease | None]:
+    """Hold the lease of --save on rank 0 while the block runs, so that only one run at a time saves there.
 
-    return save_lease(save, topology, store, activity, say)
+    Yields the lease on rank 0, else None; nothing is held without --save. Raises ValueError on all ranks if
+    another live run holds it or the file system does not let rank 0 take it.
+    """
+    if save is None:
+        yield None
+        return
+    activity.now("takes the lease of --save", patient=True)
+    lease: Lease | None = None
+    problem: str | None = None
+    # Rank 0 may itself wait for SECONDS.
+    exchange = Exchange(store, topology, timedelta(seconds=4 * SECONDS), "lease")
+    if topology.rank == 0:
+        try:
+            lease = Lease(location(save), say)
+        except OSError as error:
+            problem = _refused(save, error)
+        exchange.put("problem", problem)
+    problem = exchange.get("problem")
+    del exchange  # closes its connection to the store
+    if problem:
+        raise ValueError(problem)
+    with lease or nullcontext():
+        yield lease
+
+
+def _refused(save: str, error: OSError) -> str:
+    if isinstance(error, Held):
+        fix = f"is in use by another run, {error}; end that one, or give each run its own --save"
+    elif isinstance(error, ObjectError):
+        fix = str(error.strerror)
+    else:
+        fix = f"{error.strerror} ({error.filename or save}); name a directory that can be written"
+    return str(option_error("--save", save, fix))

@@ -5,16 +5,13 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megatron_zpp.config.run import TrainingConfig
 from megatron_zpp.distributed.vote import Vote
+from megatron_zpp.storage.lease import Lease
 from megatron_zpp.supervision.once_per_node import process_started
 from megatron_zpp.supervision.signals import STOP_SIGNALS, StopSignals
 from megatron_zpp.zero.engine import StepResult, ZeroEngine
-
-if TYPE_CHECKING:
-    from megatron_zpp.storage.lease import Lease
 
 STOPPED = 75  # sysexits.h's EX_TEMPFAIL: start the same command again to resume
 FAILED, NOT_FINITE = 1, 3
@@ -64,7 +61,7 @@ class StopConditions:
         training: TrainingConfig,
         engine: ZeroEngine,
         signals: StopSignals,
-        lease: "Lease | None" = None,
+        lease: Lease | None = None,
     ) -> None:
         """`lease` is that of --save, on rank 0."""
         self._engine = engine
