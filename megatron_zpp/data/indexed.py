@@ -25,7 +25,7 @@ import numpy as np
 
 from megatron_zpp.data.checksums import changed_since_written, read_checksums
 from megatron_zpp.data.file_array import AnyFile, FileArray, OpenFile
-from megatron_zpp.data.samples import ShardRecord
+from megatron_zpp.data.samples import KnownSamples
 from megatron_zpp.storage.checksums import Checksums, DamagedFile, verify_file
 from megatron_zpp.storage.location import location
 from megatron_zpp.storage.regular import UnfitFile
@@ -299,24 +299,17 @@ def check_document_indices(path: str, indices: Rows, sequences: int, indices_at:
 
 
 @dataclass(frozen=True)
-class IndexedSamples:
-    """Samples of an indexed data set, by which a resumed run recognises it."""
+class IndexedSamples(KnownSamples):
+    """Samples of an indexed data set, which is recognised by all of its contents."""
 
     source: IndexedDataset
 
     @property
     def name(self) -> str:
-        """The data set, as given on the command line."""
         return self.source.prefix
 
     def fingerprint(self) -> str:
-        """An identifier of the whole data set's contents."""
         return self.source.fingerprint()
 
     def older_fingerprints(self) -> tuple[str, ...]:
-        """The identifiers of the same contents in checkpoints of earlier versions."""
         return self.source.older_fingerprints()
-
-    def shards(self) -> tuple[ShardRecord, ...]:
-        """None."""
-        return ()

@@ -49,7 +49,6 @@ class PackedDataset(RandomOrder):
         return len(self.indexes["samples"]) - 1
 
     def describe(self) -> str:
-        """One line for the head of the log."""
         documents, cut, predictions = self.indexes["counts"][:].tolist()
         padding = 1 - predictions / (self.windows_per_epoch * self.seq_length)
         return (
@@ -62,7 +61,7 @@ class PackedDataset(RandomOrder):
         """Samples by number: (len,) integers of 0 or more to (len, 3, S) int64.
 
         The rows of a sample are inputs, targets, and ones where a document or the padding at the end begins.
-        Targets are NOT_COUNTED for padding. Raises ValueError for a token outside the vocabulary.
+        Targets are NOT_COUNTED for padding.
         """
         count, width = len(indices), self.seq_length
         rows, starts, lengths = self._pieces(indices)

@@ -6,7 +6,7 @@ closed form of (seed, i): there is no index to build or to cache, and any sample
 first.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -48,22 +48,19 @@ def order_seed(split_seed: int, stream: int) -> int:
 
 
 @dataclass(frozen=True)
-class RandomOrder(IndexedSamples, ABC):
+class RandomOrder(IndexedSamples):
     """Samples of an indexed data set in a random order, another one in each epoch."""
 
     seed: int = field(kw_only=True)
 
     def with_seed(self: _Order, seed: int) -> _Order:
-        """The same samples in the order of another seed."""
         return replace(self, seed=seed)
 
     @property
     @abstractmethod
-    def windows_per_epoch(self) -> int:
-        """Samples before text repeats."""
+    def windows_per_epoch(self) -> int: ...
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often the first `samples` samples read the data set."""
         return [Epochs(self.name, samples / self.windows_per_epoch)]
 
 
@@ -87,17 +84,12 @@ class WindowDataset(RandomOrder):
         return self.order.windows_per_epoch
 
     def describe(self) -> str:
-        """One line for the head of the log."""
         return (
             f"{self.source.prefix}: {self.last - self.first:,} tokens, "
             f"{self.windows_per_epoch:,} samples of {self.seq_length}"
         )
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
-        """Samples by number: (len,) integers of 0 or more to (len, S + 1) int64.
-
-        Raises ValueError for a token outside the vocabulary.
-        """
         ring = self.source.tokens.part(self.first, self.last)
         starts = self.order.starts(indices)
         batch = read_windows(ring, starts, self.seq_length + 1)

@@ -45,25 +45,18 @@ class MegatronDataset(IndexedSamples):
 
     @property
     def windows_per_epoch(self) -> int:
-        """Samples per epoch."""
         return (self.sizes.tokens - 1) // self.sizes.seq_length
 
     def describe(self) -> str:
-        """One line for the head of the log."""
         return (
             f"{self.source.prefix}: {self.sizes.tokens:,} tokens, {len(self):,} samples of "
             f"{self.sizes.seq_length} in Megatron-LM's order"
         )
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often the first `samples` samples read the data set."""
         return [Epochs(self.name, samples * self.sizes.seq_length / self.sizes.tokens)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
-        """Samples by number: (len,) integers in [0, samples) to (len, S + 1) int64.
-
-        Raises ValueError for a token outside the vocabulary.
-        """
         cuts = self.indexes["shuffle_index"][indices].astype(np.int64)
         begins, lengths = self._pieces(cuts)
         tokens = self.source.tokens.gather(begins, lengths)
