@@ -54,7 +54,7 @@ def main() -> None:
     ):
         report = Report(progress.say)
         for found in documents:
-            report.add(found.problems, found.where)
+            report.add(found.problems, found.path)
             lines = [json_line(text, found.path) for text in found.texts]
             output.write(b"".join(lines))
             progress.advance(

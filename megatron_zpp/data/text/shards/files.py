@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -54,6 +55,51 @@ class ShardFile:
         if not self.remote:
             fix = "the shard was there when the run began: restore it"
             check_unchanged(self.path, self.path, (self.size, self.modified), fix)
+
+
+class Shard(ABC):
+    """A file that is cut into pieces. Picklable.
+
+    A file whose items, pieces or rows, can only be read forward stays open, and continues after the last one.
+    """
+
+    file: ShardFile
+    pieces: int
+    entries: Sequence[int]  # pieces at which reading can begin; others are read after the pieces before
+    _items: Generator[bytes, None, None] | None = None  # from number `_next` on; holds the file open
+    _next = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_items": None, "_next": 0}
+
+    @abstractmethod
+    def read(self, piece: int) -> bytes:
+        """Return the documents of a piece as JSON lines. Raises ValueError if the file is damaged."""
+
+    @abstractmethod
+    def location(self, piece: int, line: int) -> str:
+        """Return the location of a line of a piece, counted from 1."""
+
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+        if self._items is not None:
+            self._items.close()
+        self._items, self._next = None, 0
+
+    def _begin(self, items: Generator[bytes, None, None], first: int) -> None:
+        """Read from `items` from now on, which begin at number `first`."""
+        self.close()
+        self._items, self._next = items, first
+
+    def _take(self, first: int, last: int) -> list[bytes]:
+        """Return the items [first, last); those before are read, and not kept."""
+        items, self._items = self._items, None  # an error ends the iterator, which then is not used again
+        assert items is not None, f"{self.file.path}: nothing has begun"
+        for _ in range(self._next, first):
+            next(items)
+        found = [next(items) for _ in range(first, last)]
+        self._items, self._next = items, last
+        return found
 
 
 def examine_files(flag: str, paths: Sequence[str]) -> list[ShardFile]:
