@@ -109,10 +109,8 @@ class IndexedDataset:
         # A sequence ends where the next one begins. The entry after the last pointer is the first document
         # index.
         self._bounds = FileArray(file, "<i8", pointers_at, (sequences + 1,))
-        self.num_tokens = check_lengths_and_pointers(
-            path, self.lengths, self.pointers, self.dtype.itemsize, lengths_at, pointers_at
-        )
-        check_document_indices(path, self.document_indices, sequences, documents_at)
+        self.num_tokens = check_lengths_and_pointers(path, self.lengths, self.pointers, self.dtype.itemsize)
+        check_document_indices(path, self.document_indices, sequences)
         self.tokens = self._open_tokens()
 
     @property
@@ -240,20 +238,13 @@ def _open(path: str, shown: str) -> AnyFile:
     return file
 
 
-def check_lengths_and_pointers(
-    path: str,
-    lengths: Rows,
-    pointers: Rows,
-    itemsize: int,
-    lengths_at: int,
-    pointers_at: int,
-) -> int:
-    """Return the number of tokens.
+def check_lengths_and_pointers(path: str, lengths: Rows, pointers: Rows, itemsize: int) -> int:
+    """Return the number of tokens, from lengths (S,) int32 and pointers (S,) int64 of the index `path`.
 
-    lengths (S,) int32 and pointers (S,) int64 begin at bytes `lengths_at` and `pointers_at` of the file.
     Raises ValueError for a negative length, and for a pointer that differs from the size of all sequences
     before it.
     """
+    lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * lengths.size
     position = 0  # bytes of .bin
     for first in range(0, lengths.size, _CHUNK):
         chunk = lengths[first : first + _CHUNK].astype(np.int64)
@@ -276,8 +267,9 @@ def check_lengths_and_pointers(
     return position // itemsize
 
 
-def check_document_indices(path: str, indices: Rows, sequences: int, indices_at: int) -> None:
-    """Raise ValueError unless indices (D,) int64, at byte `indices_at`, rise from 0 to `sequences`."""
+def check_document_indices(path: str, indices: Rows, sequences: int) -> None:
+    """Raise ValueError unless document indices (D,) int64 rise from 0 to `sequences`, the number S."""
+    indices_at = HEADER.size + 12 * sequences
     if not indices.size:
         raise ValueError(f"{path}: byte 26: 0 document indices; the first one, 0, is missing")
     if indices[0] != 0:

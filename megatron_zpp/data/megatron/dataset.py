@@ -1,12 +1,11 @@
 """Samples of data sets in Megatron-LM's order and blend; the indexes are cached on disk."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.indexed import IndexedSamples, index_path
@@ -93,17 +92,15 @@ class MegatronDataset(IndexedSamples):
 class MegatronOrders:
     """Builds a split's samples in the order that Megatron-LM would use for the same flags.
 
-    Indexes are cached in --data-cache-path, or beside the data for all its runs; `say` gets a line when one
-    is built.
+    Their indexes are in `cache`.
     """
 
-    config: DataConfig
+    cache: OrderCache
     flag: str  # that names the data sets
     split: str
     seq_length: int
     vocab_size: int
     seed: int
-    say: Callable[[str], None]
 
     def samples(
         self, parts: Sequence[DatasetSlice], requested: int | None
@@ -114,10 +111,9 @@ class MegatronOrders:
         without weights has one epoch of each. Raises ValueError if that is fewer samples than requested, and
         for weights without a number of samples.
         """
-        cache = OrderCache(self.config, parts[0].source.local, self.say)
         weighted = parts[0].weight is not None
         if len(parts) == 1 and not (weighted and self.flag == "--data-path"):
-            return self._dataset(cache, parts[0], requested)
+            return self._dataset(parts[0], requested)
         if weighted and requested is None:
             fix = "Megatron-LM's blend with weights never ends; use --eval-iters"
             raise option_error("--full-validation", "(given)", f"{self.flag} has weights, and {fix}")
@@ -126,12 +122,12 @@ class MegatronOrders:
             weights = normalized(np.array([part.weight for part in parts], np.float64)).tolist()
             shares = [math.ceil(requested * weight) for weight in weights]
             sources = [
-                self._dataset(cache, part, math.ceil(share * (1 + _SURPLUS)))
+                self._dataset(part, math.ceil(share * (1 + _SURPLUS)))
                 for part, share in zip(parts, shares, strict=True)
             ]
             size = sum(shares)
         else:
-            sources = [self._dataset(cache, part, None) for part in parts]
+            sources = [self._dataset(part, None) for part in parts]
             weights, available = [len(source) for source in sources], sum(map(len, sources))
             if size is not None and size > available:
                 fix = (
@@ -139,7 +135,7 @@ class MegatronOrders:
                     "Megatron-LM repeats data sets only if they have weights: put a weight before each prefix"
                 )
                 raise self._refused(parts, fix)
-        blend = self._blend(cache, sources, weights, size)
+        blend = self._blend(sources, weights, size)
         drawn = blend.blend.counts(size or sum(map(len, sources))).tolist()
         for source, count in zip(sources, drawn, strict=True):
             if count > len(source):  # in a blend of many data sets with few samples each, despite _SURPLUS
@@ -150,7 +146,7 @@ class MegatronOrders:
                 raise self._refused(parts, fix)
         return blend
 
-    def _dataset(self, cache: OrderCache, part: DatasetSlice, requested: int | None) -> MegatronDataset:
+    def _dataset(self, part: DatasetSlice, requested: int | None) -> MegatronDataset:
         """Return `requested` samples of a data set; None requests one epoch."""
         source, first, last = part.source, part.first, part.last
         begin, end = part.tokens()
@@ -174,15 +170,11 @@ class MegatronOrders:
             yield "shuffle_index", shuffle_index(sizes, random)
 
         what = f"the {self.split} order of {source.prefix}, {sizes.samples:,} samples"
-        indexes = cache.get(made_of, build, what)
+        indexes = self.cache.get(made_of, build, what)
         return MegatronDataset(source, first, last, sizes, self.vocab_size, indexes)
 
     def _blend(
-        self,
-        cache: OrderCache,
-        sources: Sequence[MegatronDataset],
-        weights: Sequence[float],
-        size: int | None,
+        self, sources: Sequence[MegatronDataset], weights: Sequence[float], size: int | None
     ) -> BlendedDataset:
         """Return `size` samples of the sources by `weights`; None draws every sample of each source once."""
         shares = normalized(np.array(weights, np.float64))
@@ -196,7 +188,7 @@ class MegatronOrders:
 
         samples = lengths.sum() if size is None else size
         what = f"the {self.split} blend of {len(sources)} data sets, {samples:,} samples"
-        arrays = cache.get(made_of, build, what)
+        arrays = self.cache.get(made_of, build, what)
         return BlendedDataset(tuple(sources), MegatronBlend(tuple(shares.tolist()), arrays))
 
     def _refused(self, parts: Sequence[DatasetSlice], fix: str) -> ValueError:
