@@ -120,12 +120,6 @@ class FileArray:
         places = self._offset + starts * self._row_bytes
         return self._as_rows(self._file.read_each(places.tolist(), (lengths * self._row_bytes).tolist()))
 
-    def part(self, first: int, last: int) -> "FileArray":
-        """Return the rows [first, last) as an array, without reading them."""
-        assert 0 <= first <= last <= len(self), f"rows {first} to {last} of {len(self)}"
-        offset = self._offset + first * self._row_bytes
-        return FileArray(self._file, self.dtype, offset, (last - first, *self._row))
-
     def _read(self, start: int, stop: int) -> np.ndarray:
         size = self._row_bytes
         return self._as_rows(self._file.read(self._offset + start * size, (stop - start) * size))

@@ -16,7 +16,6 @@ Both files are little-endian. PREFIX.bin holds the concatenated tokens. PREFIX.i
 import hashlib
 import os
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -152,22 +151,21 @@ class IndexedDataset:
         digest.update(self.lengths[-_FINGERPRINTED:].tobytes())
         return digest
 
-    def check_token_ids(
-        self, batch: np.ndarray, vocab_size: int, position: Callable[[int, int], int]
-    ) -> None:
-        """Raise ValueError unless all of `batch` (len, S + 1) is in [0, vocab_size).
+    def read(self, starts: np.ndarray, lengths: np.ndarray, vocab_size: int) -> np.ndarray:
+        """Return the tokens [start, start + length) of each start, concatenated, int64.
 
-        `position` (row, column) is the index into `tokens` of that element.
+        Raises ValueError for one outside [0, vocab_size).
         """
-        if not batch.size or (batch.min() >= 0 and batch.max() < vocab_size):
-            return
-        row, column = np.argwhere((batch < 0) | (batch >= vocab_size))[0].tolist()
-        at = position(row, column)
-        raise ValueError(
-            f"{tokens_path(self.prefix)}: byte {at * self.dtype.itemsize}: token {at} is "
-            f"{batch[row, column]}, outside the vocabulary of {vocab_size}; use the tokenizer that made the "
-            "data set"
-        )
+        found = self.tokens.gather(starts, lengths).astype(np.int64)
+        if found.size and (found.min() < 0 or found.max() >= vocab_size):
+            wrong = int(np.argmax((found < 0) | (found >= vocab_size)))
+            piece = int(np.searchsorted(np.cumsum(lengths), wrong, side="right"))
+            at = int(starts[piece] + wrong - lengths[:piece].sum())
+            raise ValueError(
+                f"{tokens_path(self.prefix)}: byte {at * self.dtype.itemsize}: token {at} is {found[wrong]}, "
+                f"outside the vocabulary of {vocab_size}; use the tokenizer that made the data set"
+            )
+        return found
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, str | None]]:
         return IndexedDataset, (self.prefix, self._cache)

@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.data.indexed import IndexedSamples
 from megatron_zpp.data.samples import Epochs
 from megatron_zpp.data.stateless_random import permute, random_bits
@@ -90,26 +89,11 @@ class WindowDataset(RandomOrder):
         )
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
-        ring = self.source.tokens.part(self.first, self.last)
-        starts = self.order.starts(indices)
-        batch = read_windows(ring, starts, self.seq_length + 1)
-        self.source.check_token_ids(
-            batch, self.vocab_size, lambda row, column: self.first + int(starts[row] + column) % len(ring)
-        )
-        return batch
-
-
-def read_windows(ring: FileArray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return what `cut_windows` returns, for a ring (T,) in a file."""
-    before_end = np.minimum(length, len(ring) - starts)
-    if (before_end == length).all():
-        found = ring.gather(starts, before_end)
-    else:  # a window may have one part before the end of the ring and one from its beginning
-        firsts = np.stack([starts, np.zeros_like(starts)], axis=1)
-        found = ring.gather(firsts.ravel(), np.stack([before_end, length - before_end], axis=1).ravel())
-    return found.reshape(len(starts), length).astype(np.int64)
-
-
-def cut_windows(ring: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return `length` <= T tokens of a ring from each start: (T,), (len,) to (len, length) int64."""
-    return ring[(starts[:, None] + np.arange(length)) % len(ring)].astype(np.int64)
+        length, starts = self.seq_length + 1, self.first + self.order.starts(indices)
+        lengths = np.minimum(length, self.last - starts)
+        if (
+            lengths < length
+        ).any():  # a window has a part before the end of the ring, and one from its beginning
+            starts = np.stack([starts, np.full_like(starts, self.first)], axis=1).ravel()
+            lengths = np.stack([lengths, length - lengths], axis=1).ravel()
+        return self.source.read(starts, lengths, self.vocab_size).reshape(len(indices), length)

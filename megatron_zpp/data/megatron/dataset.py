@@ -57,13 +57,8 @@ class MegatronDataset(IndexedSamples):
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
         cuts = self.indexes["shuffle_index"][indices].astype(np.int64)
-        begins, lengths = self._pieces(cuts)
-        tokens = self.source.tokens.gather(begins, lengths)
-        batch = tokens.reshape(len(cuts), self.sizes.seq_length + 1).astype(np.int64)
-        self.source.check_token_ids(
-            batch, self.vocab_size, lambda row, column: self._position(cuts[row], column)
-        )
-        return batch
+        tokens = self.source.read(*self._pieces(cuts), self.vocab_size)
+        return tokens.reshape(len(cuts), self.sizes.seq_length + 1)
 
     def _pieces(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the first token in PREFIX.bin and the length of every piece of the samples, in order.
@@ -82,10 +77,6 @@ class MegatronDataset(IndexedSamples):
         ends[lasts] = starts[lasts] + within[:, 1] + 1
         starts[lasts - counts + 1] += within[:, 0]
         return starts, ends - starts
-
-    def _position(self, cut: int, column: int) -> int:
-        pieces = zip(*self._pieces(np.array([cut])), strict=True)
-        return int(np.concatenate([np.arange(begin, begin + length) for begin, length in pieces])[column])
 
 
 @dataclass(frozen=True, kw_only=True)

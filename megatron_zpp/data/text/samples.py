@@ -20,7 +20,6 @@ from megatron_zpp.data.samples import Epochs, KnownSamples, ShardRecord
 from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.group_order import GroupOrder
 from megatron_zpp.data.text.sources import fingerprint_of
-from megatron_zpp.data.windows import cut_windows
 
 _AHEAD = 2.0  # fraction of the next group tokenised per fraction of this group read
 _HELD = 2  # groups whose tokens stay in memory, because a batch may span two groups
@@ -112,7 +111,7 @@ class TextDataset(KnownSamples):
             ring, members = self._ring(group), groups == group
             windows = self._order.windows(group, ring.size, self._seq_length)
             starts = windows.starts(numbers[members] - self._begin(group))
-            batch[members] = cut_windows(ring, starts, self._seq_length + 1)
+            batch[members] = ring[(starts[:, None] + np.arange(self._seq_length + 1)) % ring.size]
         self._prefetch(int(numbers.max()))
         return batch
 
