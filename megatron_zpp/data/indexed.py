@@ -25,7 +25,7 @@ import numpy as np
 from megatron_zpp.data.checksums import changed_since_written, read_checksums
 from megatron_zpp.data.file_array import AnyFile, FileArray, OpenFile
 from megatron_zpp.data.samples import KnownSamples
-from megatron_zpp.storage.checksums import Checksums, DamagedFile, verify_file
+from megatron_zpp.storage.checksums import DamagedFile, verify_file
 from megatron_zpp.storage.location import location
 from megatron_zpp.storage.regular import UnfitFile
 
@@ -95,7 +95,10 @@ class IndexedDataset:
         file = _open(path, index_path(self.prefix))
         self.checksums = read_checksums(self.local)
         if self.checksums is not None:
-            self._verify_index(self.checksums.index)
+            try:
+                verify_file(Path(path), self.checksums.index)
+            except DamagedFile as damage:
+                raise changed_since_written(self.prefix, damage) from None
         self.dtype, sequences, documents = _read_header(file)
         lengths_at = HEADER.size
         pointers_at = lengths_at + 4 * sequences
@@ -169,12 +172,6 @@ class IndexedDataset:
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, str | None]]:
         return IndexedDataset, (self.prefix, self._cache)
-
-    def _verify_index(self, checksums: Checksums) -> None:
-        try:
-            verify_file(Path(index_path(self.local)), checksums)
-        except DamagedFile as damage:
-            raise changed_since_written(self.prefix, damage) from None
 
     def _open_tokens(self) -> FileArray:
         path = tokens_path(self.prefix)

@@ -27,14 +27,12 @@ _SURPLUS = 0.005  # samples of each data set beyond its share of a blend, relati
 
 @dataclass(frozen=True)
 class MegatronDataset(IndexedSamples):
-    """A finite number of samples, given by `sizes`, of the sequences [first, last) of a data set.
+    """A finite number of samples, given by `sizes`, of some sequences of a data set.
 
     `indexes` has document_index (D,), sample_index (samples + 1, 2) and shuffle_index (samples,): see
     order.py.
     """
 
-    first: int
-    last: int
     sizes: OrderSizes
     vocab_size: int
     indexes: CachedArrays
@@ -105,11 +103,11 @@ class MegatronOrders:
         weighted = parts[0].weight is not None
         if len(parts) == 1 and not (weighted and self.flag == "--data-path"):
             return self._dataset(parts[0], requested)
-        if weighted and requested is None:
-            fix = "Megatron-LM's blend with weights never ends; use --eval-iters"
-            raise option_error("--full-validation", "(given)", f"{self.flag} has weights, and {fix}")
         size = requested
-        if weighted and requested is not None:
+        if weighted:
+            if requested is None:
+                fix = "Megatron-LM's blend with weights never ends; use --eval-iters"
+                raise option_error("--full-validation", "(given)", f"{self.flag} has weights, and {fix}")
             weights = normalized(np.array([part.weight for part in parts], np.float64)).tolist()
             shares = [math.ceil(requested * weight) for weight in weights]
             sources = [
@@ -119,7 +117,8 @@ class MegatronOrders:
             size = sum(shares)
         else:
             sources = [self._dataset(part, None) for part in parts]
-            weights, available = [len(source) for source in sources], sum(map(len, sources))
+            weights = [len(source) for source in sources]
+            available = sum(weights)
             if size is not None and size > available:
                 fix = (
                     f"the run requests {size} {self.split} samples, but one epoch of each has {available}; "
@@ -162,7 +161,7 @@ class MegatronOrders:
 
         what = f"the {self.split} order of {source.prefix}, {sizes.samples:,} samples"
         indexes = self.cache.get(made_of, build, what)
-        return MegatronDataset(source, first, last, sizes, self.vocab_size, indexes)
+        return MegatronDataset(source, sizes, self.vocab_size, indexes)
 
     def _blend(
         self, sources: Sequence[MegatronDataset], weights: Sequence[float], size: int | None

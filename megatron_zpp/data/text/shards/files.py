@@ -45,7 +45,9 @@ class ShardFile:
     def open(self) -> BinaryIO:
         """Open the file for reading. Raises ValueError if it was changed or removed during the run."""
         if self.remote:
-            files, path = _file_system(self.path)
+            from fsspec.core import url_to_fs
+
+            files, path = url_to_fs(self.path)
             return files.open(path, "rb")
         self.check()
         return open_stream(self.path)
@@ -129,7 +131,9 @@ def _examine_local(path: str) -> ShardFile:
 
 
 def _examine_remote(url: str) -> ShardFile:
-    files, path = _file_system(url)
+    from fsspec.core import url_to_fs
+
+    files, path = url_to_fs(url)
     # Without commits, the hub answers for a whole directory at a time.
     info: Mapping[str, Any] = files.info(path, **({"expand_info": False} if url.startswith("hf:") else {}))
     version = {key: str(info[key]) for key in _IDENTIFIERS if info.get(key)}
@@ -139,10 +143,3 @@ def _examine_remote(url: str) -> ShardFile:
 
 def _is_url(path: str) -> bool:
     return "://" in path
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    from fsspec.core import url_to_fs
-
-    files, path = url_to_fs(url)
-    return files, path

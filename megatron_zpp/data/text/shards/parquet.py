@@ -6,7 +6,7 @@ A row group can only be read from its beginning. So a piece is part of a row gro
 import bisect
 import hashlib
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +77,9 @@ class ParquetShard(Shard):
                 row, last = self._groups.rows[number : number + 2]
                 try:
                     file = file or _open(raw)
-                    for batch in _batches(file, self._key, number):
-                        lines = _json_lines(self._key, batch)
+                    reading = {"row_groups": [number], "columns": [self._key], "use_threads": False}
+                    for batch in file.iter_batches(_BATCH_ROWS, **reading):
+                        lines = _json_lines(self._key, batch.column(0))
                         yield from lines
                         row += len(lines)
                 except Exception as error:  # pyarrow raises subclasses of several built-in errors
@@ -104,11 +105,6 @@ def _open(raw: Any) -> Any:
     return pyarrow.parquet.ParquetFile(
         raw, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
     )
-
-
-def _batches(file: Any, key: str, group: int) -> Iterator[Any]:
-    for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[key], use_threads=False):
-        yield batch.column(0)
 
 
 def _json_lines(key: str, column: Any) -> list[bytes]:
