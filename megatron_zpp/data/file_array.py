@@ -91,6 +91,7 @@ class FileArray:
     def __init__(self, file: AnyFile, dtype: np.dtype | str, offset: int, shape: tuple[int, ...]) -> None:
         self.dtype, self.shape = np.dtype(dtype), shape
         self.size = math.prod(shape)
+        self.nbytes = self.size * self.dtype.itemsize
         self._file, self._offset, self._row = file, offset, shape[1:]
         self._row_bytes = math.prod(self._row) * self.dtype.itemsize
 

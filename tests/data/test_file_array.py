@@ -32,7 +32,7 @@ def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[FileArray, np.
 
 def test_indexes_as_numpy_does(both: tuple[FileArray, np.ndarray]) -> None:
     found, rows = both
-    for name in ("shape", "dtype", "size"):
+    for name in ("shape", "dtype", "size", "nbytes"):
         assert getattr(found, name) == getattr(rows, name)
     for key in (slice(None), slice(5, 9), slice(9, 5), slice(-3, None), slice(7, 99_999), 0, -1, 19_999):
         assert np.array_equal(found[key], rows[key]), key
