@@ -17,9 +17,9 @@ _TOP = np.uint64(63)
 
 @dataclass(frozen=True)
 class BlendOrder(ABC):
-    """An order in which K data sets take turns; (K,) `weights` are above 0."""
+    """An order in which K data sets take turns."""
 
-    weights: tuple[float, ...]
+    weights: tuple[float, ...]  # of the data sets, (K,)
 
     @abstractmethod
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -32,9 +32,10 @@ class BlendOrder(ABC):
 
 @dataclass(frozen=True)
 class Blend(BlendOrder):
-    """The order in which data sets take turns by weight, for sample numbers of `since` or more up to 2^62.
+    """The order in which data sets take turns by weight, for sample numbers in [since, since + 2^62].
 
-    `consumed_before` are the samples of each data set before `since`; by default nothing came before.
+    All weights are above 0. `consumed_before` counts the samples of each data set before sample `since`; by
+    default there are none.
 
     The data sets are the leaves of a binary tree of depth d = ceil(log2 K). Let p be the left child's share
     of a node's weight. Of the first j samples that reach the node, C(j) = floor(j·p + 1/2) go left and j -
@@ -100,7 +101,7 @@ class Blend(BlendOrder):
 
 
 class Concatenation(BlendOrder):
-    """The order that reads data sets one after another, each as long as its weight, a number of samples."""
+    """The order that reads data sets one after another; a weight is the number of samples of its data set."""
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         lengths, numbers = np.array(self.weights, np.int64), np.asarray(indices, np.int64)

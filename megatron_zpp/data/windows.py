@@ -91,9 +91,7 @@ class WindowDataset(RandomOrder):
     def batch(self, indices: np.ndarray) -> np.ndarray:
         length, starts = self.seq_length + 1, self.first + self.order.starts(indices)
         lengths = np.minimum(length, self.last - starts)
-        if (
-            lengths < length
-        ).any():  # a window has a part before the end of the ring, and one from its beginning
+        if (lengths < length).any():  # with a second part, from the beginning of the ring
             starts = np.stack([starts, np.full_like(starts, self.first)], axis=1).ravel()
             lengths = np.stack([lengths, length - lengths], axis=1).ravel()
         return self.source.read(starts, lengths, self.vocab_size).reshape(len(indices), length)

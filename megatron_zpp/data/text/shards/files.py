@@ -62,7 +62,8 @@ class ShardFile:
 class Shard(ABC):
     """A file that is cut into pieces. Picklable.
 
-    A file whose items, pieces or rows, can only be read forward stays open, and continues after the last one.
+    Some files can only be read forward, item by item: pieces or rows. Such a file stays open between reads,
+    and the next read continues after the last item.
     """
 
     file: ShardFile
