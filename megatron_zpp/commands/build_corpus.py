@@ -49,7 +49,7 @@ def main() -> None:
     with Progress("collecting", disk_bytes, every=1000) as progress, replacing(Path(config.output)) as output:
         report = Report(progress.say)
         for found in documents:
-            report.add(found.problems, found.where)
+            report.add(found.problems, found.path)
             lines = [json_line(text, found.path) for text in found.texts]
             output.write(b"".join(lines))
             progress.advance(

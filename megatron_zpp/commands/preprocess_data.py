@@ -84,10 +84,10 @@ def main() -> None:
         report = Report(progress.say, strict=config.strict)
         if config.partitions > 1:
             progress.say("--partitions has no effect: all --workers share one input")
-        for encoded, block, where in encode_files(files, build, config.num_workers()):
+        for encoded, block, path, before in encode_files(files, build, config.num_workers()):
             for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths, strict=True):
                 writer.add_documents(tokens, lengths)
-            report.add(encoded.problems, where)
+            report.add(encoded.problems, path, before)
             progress.advance(
                 disk_bytes=block.disk_bytes, text_bytes=len(block.content), documents=encoded.lengths[0].size
             )

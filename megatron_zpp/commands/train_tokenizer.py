@@ -62,7 +62,7 @@ def read(files: list[str], json_key: str, progress: Progress, report: Report) ->
     """Yield the text of all files, in order."""
     for path in files:
         for found in read_documents(path, json_key, parts=True):
-            report.add(found.problems, found.where)
+            report.add(found.problems, found.path)
             yield from found.texts
             size = sum(len(text.encode()) for text in found.texts)
             progress.advance(disk_bytes=found.disk_bytes, text_bytes=size, documents=len(found.texts))

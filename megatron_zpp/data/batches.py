@@ -49,9 +49,9 @@ class BatchSchedule:
 
     def global_batch_size_at(self, consumed: int) -> int:
         """Return the samples of the step that begins after `consumed` samples."""
-        if self.rampup is None or consumed >= self.rampup[2]:
+        start, increment, samples = self._ramp
+        if consumed >= samples:
             return self.global_batch_size
-        start, increment, samples = self.rampup
         return start + consumed * self._increments // samples * increment
 
     def micro_batches_at(self, consumed: int) -> int:
@@ -74,10 +74,13 @@ class BatchSchedule:
         return self._walk(consumed, iterations=iterations)[1]
 
     @property
+    def _ramp(self) -> tuple[int, int, int]:
+        """START, INCREMENT, SAMPLES."""
+        return self.rampup or (self.global_batch_size, 1, 0)
+
+    @property
     def _increments(self) -> int:
-        if self.rampup is None:
-            return 0
-        start, increment, _ = self.rampup
+        start, increment, _ = self._ramp
         return (self.global_batch_size - start) // increment
 
     def _walk(
@@ -87,13 +90,13 @@ class BatchSchedule:
 
         The first step begins at sample `consumed`, which need not be the end of a step of this schedule.
         """
-        steps = 0
+        steps, ramp_end = 0, self._ramp[2]
         while True:
             size = self.global_batch_size_at(consumed)
             limits = []
-            if consumed < self._ramp_end:
-                stage = consumed * self._increments // self._ramp_end
-                stage_end = -(-(stage + 1) * self._ramp_end // self._increments)
+            if consumed < ramp_end:
+                stage = consumed * self._increments // ramp_end
+                stage_end = -(-(stage + 1) * ramp_end // self._increments)
                 limits.append(-(-(stage_end - consumed) // size))
             if samples is not None:
                 limits.append(max(0, samples - consumed) // size)
@@ -103,10 +106,6 @@ class BatchSchedule:
             steps, consumed = steps + taken, consumed + taken * size
             if taken == limits[-1]:  # the caller's limit, not the end of a stage
                 return steps, consumed
-
-    @property
-    def _ramp_end(self) -> int:
-        return self.rampup[2] if self.rampup else 0
 
     def _check_divisible(self, flag: str, shown: object, size: int, name: str = "") -> None:
         one_round = self.micro_batch_size * self.data_parallel_size

@@ -1,14 +1,14 @@
 """Mixes data sets by weight, in closed form: sample i is sample n of data set k."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 
-from megatron_zpp.data.samples import Epochs, KnownSamples
+from megatron_zpp.data.samples import Epochs, KnownSamples, Samples
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -16,8 +16,26 @@ _TOP = np.uint64(63)
 
 
 @dataclass(frozen=True)
-class Blend:
-    """The order in which K data sets with these weights take turns.
+class BlendOrder(ABC):
+    """An order in which K data sets take turns."""
+
+    weights: tuple[float, ...]  # of the data sets, (K,)
+
+    @abstractmethod
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (data set, its sample number), each (len,) int64, for (len,) sample numbers."""
+
+    @abstractmethod
+    def counts(self, samples: int) -> np.ndarray:
+        """Return how many of the first `samples` come from each data set: (K,) int64."""
+
+
+@dataclass(frozen=True)
+class Blend(BlendOrder):
+    """The order in which data sets take turns by weight, for sample numbers in [since, since + 2^62].
+
+    All weights are above 0. `consumed_before` counts the samples of each data set before sample `since`; by
+    default there are none.
 
     The data sets are the leaves of a binary tree of depth d = ceil(log2 K). Let p be the left child's share
     of a node's weight. Of the first j samples that reach the node, C(j) = floor(j·p + 1/2) go left and j -
@@ -30,12 +48,12 @@ class Blend:
     bits, which adds d·i/2^64: below 2^-19 for i up to 2^40 and 32 data sets.)
     """
 
-    weights: tuple[float, ...]  # each above 0
+    since: int = 0
+    consumed_before: tuple[int, ...] = ()
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (data set, its sample number), each (len,) int64, for (len,) sample numbers in [0, 2^62]."""
         which = np.zeros(len(indices), np.int64)
-        numbers = np.asarray(indices).astype(np.uint64)
+        numbers = (np.asarray(indices) - self.since).astype(np.uint64)
         pending = [(0, len(self.weights), np.arange(len(indices)))]  # a node, and the samples that reach it
         while pending:
             first, last, members = pending.pop()
@@ -48,21 +66,24 @@ class Blend:
             left = _rounded_product(arrived + np.uint64(1), part) > before
             numbers[members] = np.where(left, before, arrived - before)
             pending += [(first, middle, members[left]), (middle, last, members[~left])]
-        return which, numbers.astype(np.int64)
+        return which, numbers.astype(np.int64) + self._before[which]
 
     def counts(self, samples: int) -> np.ndarray:
-        """Return how many of the first `samples` come from each data set: (K,) int64."""
-        counts = np.zeros(len(self.weights), np.int64)
-        pending = [(0, len(self.weights), np.array([samples], np.uint64))]
+        counts = self._before.copy()
+        pending = [(0, len(self.weights), np.array([samples - self.since], np.uint64))]
         while pending:
             first, last, arrived = pending.pop()
             if last - first == 1:
-                counts[first] = arrived[0]
+                counts[first] += int(arrived[0])
                 continue
             middle = (first + last) // 2
             left = _rounded_product(arrived, self._left_parts[first, last])
             pending += [(first, middle, left), (middle, last, arrived - left)]
         return counts
+
+    @cached_property
+    def _before(self) -> np.ndarray:
+        return np.array(self.consumed_before or [0] * len(self.weights), np.int64)
 
     @cached_property
     def _left_parts(self) -> dict[tuple[int, int], int]:
@@ -79,46 +100,22 @@ class Blend:
         return parts
 
 
-class BlendOrder(Protocol):
-    """An order in which K data sets take turns."""
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Weights of the data sets, (K,)."""
+class Concatenation(BlendOrder):
+    """The order that reads data sets one after another; a weight is the number of samples of its data set."""
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (data set, its sample number), each (len,) int64."""
-
-    def counts(self, samples: int) -> np.ndarray:
-        """Return how many of the first `samples` come from each data set: (K,)."""
-
-
-@dataclass(frozen=True)
-class Concatenation:
-    """The order that reads K data sets one after another, sample 0 to `counts_of_sets[k]` - 1 of each."""
-
-    counts_of_sets: tuple[int, ...]
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """Weights of the data sets, (K,): their numbers of samples."""
-        return tuple(map(float, self.counts_of_sets))
-
-    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (data set, its sample number), each (len,) int64, for (len,) numbers below the sum."""
-        ends = np.cumsum(self.counts_of_sets)
-        numbers = np.asarray(indices, np.int64)
+        lengths, numbers = np.array(self.weights, np.int64), np.asarray(indices, np.int64)
+        ends = np.cumsum(lengths)
         which = np.searchsorted(ends, numbers, side="right")
-        return which, numbers - (ends - self.counts_of_sets)[which]
+        return which, numbers - (ends - lengths)[which]
 
     def counts(self, samples: int) -> np.ndarray:
-        """Return how many of the first `samples` come from each data set: (K,) int64."""
-        begins = np.cumsum(self.counts_of_sets) - self.counts_of_sets
-        return np.clip(samples - begins, 0, self.counts_of_sets)
+        lengths = np.array(self.weights, np.int64)
+        return np.clip(samples - (np.cumsum(lengths) - lengths), 0, lengths)
 
 
 @dataclass(frozen=True)
-class BlendedDataset:
+class BlendedDataset(Samples):
     """Samples of several data sets, mixed by weight."""
 
     sources: tuple[KnownSamples, ...]
@@ -139,22 +136,17 @@ class BlendedDataset:
         return total
 
     def describe(self) -> str:
-        """One line for the head of the log."""
         total = sum(self.blend.weights)
         parts = zip(self.blend.weights, self.sources, strict=True)
         return "; ".join(f"{weight / total:.2%} {source.describe()}" for weight, source in parts)
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often the first `samples` samples read each data set."""
         counts = self.blend.counts(samples).tolist()
         parts = zip(self.sources, counts, strict=True)
         return [each for source, count in parts for each in source.epochs(count)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
-        """Samples by number, as the sources return them: (len,) integers of 0 or more, at least one.
-
-        Raises ValueError for a token outside the vocabulary.
-        """
+        """Samples by number, at least one, as the sources return them."""
         which, numbers = self.blend.locate(indices)
         pieces = [self.sources[source].batch(numbers[which == source]) for source in np.unique(which)]
         by_source = np.argsort(which, kind="stable")

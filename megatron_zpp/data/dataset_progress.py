@@ -4,8 +4,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
-
 from megatron_zpp.config.data import weighted_prefixes
 from megatron_zpp.data.blend import Blend
 from megatron_zpp.data.samples import ShardRecord
@@ -84,31 +82,11 @@ class DatasetProgress:
 
     def consumed_by(self, consumed: int) -> list[int]:
         """Return the samples of each data set that were read by sample `consumed`, `since` or later."""
-        weights = self.weights
-        assert weights is not None, f"the weights are unknown: {self}"
-        counts = Blend(weights).counts(consumed - self.since).tolist()
-        counts += [0] * (len(self.sets) - len(counts))
-        return [part.consumed_before + count for part, count in zip(self.sets, counts, strict=True)]
-
-
-@dataclass(frozen=True)
-class ResumedBlend:
-    """The order of `blend` from sample `since` on; `consumed_before` counts earlier samples of each set."""
-
-    blend: Blend
-    since: int
-    consumed_before: tuple[int, ...]
+        omitted = [part.consumed_before for part in self.sets if part.weight == 0]
+        return [*self.blend.counts(consumed).tolist(), *omitted]
 
     @property
-    def weights(self) -> tuple[float, ...]:
-        """Weights of the data sets, (K,)."""
-        return self.blend.weights
-
-    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (data set, its sample number), each (len,) int64, for (len,) numbers from `since` on."""
-        which, numbers = self.blend.locate(np.asarray(indices) - self.since)
-        return which, numbers + np.array(self.consumed_before)[which]
-
-    def counts(self, samples: int) -> np.ndarray:
-        """Return how many of the first `samples`, `since` or more, come from each data set: (K,)."""
-        return self.blend.counts(samples - self.since) + np.array(self.consumed_before)
+    def blend(self) -> Blend:
+        """The order of the data sets that the run reads, from sample `since` on."""
+        assert self.weights is not None, f"the weights are unknown: {self}"
+        return Blend(self.weights, self.since, tuple(part.consumed_before for part in self.reading))

@@ -42,38 +42,28 @@ class ModelInputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MaskedSamples:
-    """Samples with masks that separate documents: after each token `eod`, or as they are packed."""
+class MaskedSamples(Samples):
+    """Samples with `masks`, some of MASKS, that separate documents: after `eod`, or as they are packed."""
 
     samples: Samples  # if they are packed, of packing.PackedDataset
     eod: int
     packed: bool
-    reset_position_ids: bool
-    reset_attention_mask: bool
-    eod_mask_loss: bool
+    masks: tuple[str, ...]
 
     @property
     def windows_per_epoch(self) -> int | None:
-        """Samples before text repeats; None if it never does, or if the number is unknown."""
         return self.samples.windows_per_epoch
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often the first `samples` samples read each data set."""
         return self.samples.epochs(samples)
 
     def describe(self) -> str:
-        """One line for the head of the log."""
-        effects = {
-            "positions restart": self.reset_position_ids,
-            "attention restarts": self.reset_attention_mask,
-            "no loss of the next token": self.eod_mask_loss,
-        }
-        masks = ", ".join(name for name, given in effects.items() if given)
+        effects = ("positions restart", "attention restarts", "no loss of the next token")
+        masks = ", ".join(effect for name, effect in zip(MASKS, effects, strict=True) if name in self.masks)
         where = "in each document" if self.packed else f"after token {self.eod}"
         return f"{self.samples.describe()}; {where}: {masks}"
 
     def batch(self, indices: np.ndarray) -> ModelInputs:
-        """Samples by number: (len,) integers of 0 or more."""
         batch = self.samples.batch(indices)
         if self.packed:
             tokens, targets, begins = batch[:, 0].copy(), batch[:, 1].copy(), batch[:, 2] > 0  # of (B, 3, S)
@@ -81,22 +71,19 @@ class MaskedSamples:
             tokens, targets = batch[:, :-1].copy(), batch[:, 1:].copy()
             begins = np.ones(tokens.shape, bool)
             begins[:, 1:] = tokens[:, :-1] == self.eod
-        if self.eod_mask_loss:
+        if "eod_mask_loss" in self.masks:
             targets[tokens == self.eod] = NOT_COUNTED
         return ModelInputs(
             tokens,
             targets,
-            _positions(begins) if self.reset_position_ids else None,
-            _documents(begins) if self.reset_attention_mask else None,
+            _positions(begins) if "reset_position_ids" in self.masks else None,
+            _documents(begins) if "reset_attention_mask" in self.masks else None,
         )
 
 
 def masked_samples(samples: Samples, config: DataConfig, eod: int) -> Samples:
     """Add the masks of --reset-position-ids, --reset-attention-mask and --eod-mask-loss to `samples`."""
-    if not config.masks:
-        return samples
-    masks = {name: name in config.masks for name in MASKS}
-    return MaskedSamples(samples, eod, packed=config.packs, **masks)
+    return MaskedSamples(samples, eod, config.packs, config.masks) if config.masks else samples
 
 
 def check_ends(data: IndexedDataset, masks: tuple[str, ...], eod: int) -> None:

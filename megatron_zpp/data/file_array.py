@@ -47,27 +47,22 @@ class OpenFile:
     def read(self, start: int, size: int) -> bytes:
         """Return the bytes [start, start + size). Raises DamagedFile if the file no longer has them."""
         try:
-            content = os.pread(self._descriptor, size, start)
+            content = part = os.pread(self._descriptor, size, start)
+            while part and len(content) < size:  # a file system may return fewer bytes than requested
+                part = os.pread(self._descriptor, size - len(content), start + len(content))
+                content += part
             if len(content) == size:
                 return content
-            parts = [content]  # a file system may return fewer bytes than requested
-            done = len(content)
-            while content and done < size:
-                content = os.pread(self._descriptor, size - done, start + done)
-                parts.append(content)
-                done += len(content)
             now = os.fstat(self._descriptor).st_size
         except OSError as error:
             end = start + size
             raise DamagedFile(
                 f"{self.path}: bytes {start} to {end} cannot be read: {error.strerror}"
             ) from None
-        if done < size:
-            raise DamagedFile(
-                f"{self.path}: has {now} bytes, and had {self.size} when it was opened: another program has "
-                "shortened it; restore it and start again"
-            )
-        return b"".join(parts)
+        raise DamagedFile(
+            f"{self.path}: has {now} bytes, and had {self.size} when it was opened: another program has "
+            "shortened it; restore it and start again"
+        )
 
     def read_each(self, starts: list[int], sizes: list[int]) -> bytes:
         """Return the bytes [start, start + size) of each start, concatenated. Raises like `read`."""
@@ -125,12 +120,6 @@ class FileArray:
         self._check(int(starts.min()), int((starts + lengths).max()) - 1)
         places = self._offset + starts * self._row_bytes
         return self._as_rows(self._file.read_each(places.tolist(), (lengths * self._row_bytes).tolist()))
-
-    def part(self, first: int, last: int) -> "FileArray":
-        """Return the rows [first, last) as an array, without reading them."""
-        assert 0 <= first <= last <= len(self), f"rows {first} to {last} of {len(self)}"
-        offset = self._offset + first * self._row_bytes
-        return FileArray(self._file, self.dtype, offset, (last - first, *self._row))
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         size = self._row_bytes

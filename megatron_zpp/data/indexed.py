@@ -16,7 +16,6 @@ Both files are little-endian. PREFIX.bin holds the concatenated tokens. PREFIX.i
 import hashlib
 import os
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,8 +24,8 @@ import numpy as np
 
 from megatron_zpp.data.checksums import changed_since_written, read_checksums
 from megatron_zpp.data.file_array import AnyFile, FileArray, OpenFile
-from megatron_zpp.data.samples import ShardRecord
-from megatron_zpp.storage.checksums import Checksums, DamagedFile, verify_file
+from megatron_zpp.data.samples import KnownSamples
+from megatron_zpp.storage.checksums import DamagedFile, verify_file
 from megatron_zpp.storage.location import location
 from megatron_zpp.storage.regular import UnfitFile
 
@@ -96,7 +95,10 @@ class IndexedDataset:
         file = _open(path, index_path(self.prefix))
         self.checksums = read_checksums(self.local)
         if self.checksums is not None:
-            self._verify_index(self.checksums.index)
+            try:
+                verify_file(Path(path), self.checksums.index)
+            except DamagedFile as damage:
+                raise changed_since_written(self.prefix, damage) from None
         self.dtype, sequences, documents = _read_header(file)
         lengths_at = HEADER.size
         pointers_at = lengths_at + 4 * sequences
@@ -109,10 +111,8 @@ class IndexedDataset:
         # A sequence ends where the next one begins. The entry after the last pointer is the first document
         # index.
         self._bounds = FileArray(file, "<i8", pointers_at, (sequences + 1,))
-        self.num_tokens = check_lengths_and_pointers(
-            path, self.lengths, self.pointers, self.dtype.itemsize, lengths_at, pointers_at
-        )
-        check_document_indices(path, self.document_indices, sequences, documents_at)
+        self.num_tokens = check_lengths_and_pointers(path, self.lengths, self.pointers, self.dtype.itemsize)
+        check_document_indices(path, self.document_indices, sequences)
         self.tokens = self._open_tokens()
 
     @property
@@ -154,31 +154,24 @@ class IndexedDataset:
         digest.update(self.lengths[-_FINGERPRINTED:].tobytes())
         return digest
 
-    def check_token_ids(
-        self, batch: np.ndarray, vocab_size: int, position: Callable[[int, int], int]
-    ) -> None:
-        """Raise ValueError unless all of `batch` (len, S + 1) is in [0, vocab_size).
+    def read(self, starts: np.ndarray, lengths: np.ndarray, vocab_size: int) -> np.ndarray:
+        """Return the tokens [start, start + length) of each start, concatenated, int64.
 
-        `position` (row, column) is the index into `tokens` of that element.
+        Raises ValueError for one outside [0, vocab_size).
         """
-        if not batch.size or (batch.min() >= 0 and batch.max() < vocab_size):
-            return
-        row, column = np.argwhere((batch < 0) | (batch >= vocab_size))[0].tolist()
-        at = position(row, column)
-        raise ValueError(
-            f"{tokens_path(self.prefix)}: byte {at * self.dtype.itemsize}: token {at} is "
-            f"{batch[row, column]}, outside the vocabulary of {vocab_size}; use the tokenizer that made the "
-            "data set"
-        )
+        found = self.tokens.gather(starts, lengths).astype(np.int64)
+        if found.size and (found.min() < 0 or found.max() >= vocab_size):
+            wrong = int(np.argmax((found < 0) | (found >= vocab_size)))
+            piece = int(np.searchsorted(np.cumsum(lengths), wrong, side="right"))
+            at = int(starts[piece] + wrong - lengths[:piece].sum())
+            raise ValueError(
+                f"{tokens_path(self.prefix)}: byte {at * self.dtype.itemsize}: token {at} is {found[wrong]}, "
+                f"outside the vocabulary of {vocab_size}; use the tokenizer that made the data set"
+            )
+        return found
 
     def __reduce__(self) -> tuple[type["IndexedDataset"], tuple[str, str | None]]:
         return IndexedDataset, (self.prefix, self._cache)
-
-    def _verify_index(self, checksums: Checksums) -> None:
-        try:
-            verify_file(Path(index_path(self.local)), checksums)
-        except DamagedFile as damage:
-            raise changed_since_written(self.prefix, damage) from None
 
     def _open_tokens(self) -> FileArray:
         path = tokens_path(self.prefix)
@@ -240,20 +233,13 @@ def _open(path: str, shown: str) -> AnyFile:
     return file
 
 
-def check_lengths_and_pointers(
-    path: str,
-    lengths: Rows,
-    pointers: Rows,
-    itemsize: int,
-    lengths_at: int,
-    pointers_at: int,
-) -> int:
-    """Return the number of tokens.
+def check_lengths_and_pointers(path: str, lengths: Rows, pointers: Rows, itemsize: int) -> int:
+    """Return the number of tokens, from lengths (S,) int32 and pointers (S,) int64 of the index `path`.
 
-    lengths (S,) int32 and pointers (S,) int64 begin at bytes `lengths_at` and `pointers_at` of the file.
     Raises ValueError for a negative length, and for a pointer that differs from the size of all sequences
     before it.
     """
+    lengths_at, pointers_at = HEADER.size, HEADER.size + 4 * lengths.size
     position = 0  # bytes of .bin
     for first in range(0, lengths.size, _CHUNK):
         chunk = lengths[first : first + _CHUNK].astype(np.int64)
@@ -276,8 +262,9 @@ def check_lengths_and_pointers(
     return position // itemsize
 
 
-def check_document_indices(path: str, indices: Rows, sequences: int, indices_at: int) -> None:
-    """Raise ValueError unless indices (D,) int64, at byte `indices_at`, rise from 0 to `sequences`."""
+def check_document_indices(path: str, indices: Rows, sequences: int) -> None:
+    """Raise ValueError unless document indices (D,) int64 rise from 0 to `sequences`, the number S."""
+    indices_at = HEADER.size + 12 * sequences
     if not indices.size:
         raise ValueError(f"{path}: byte 26: 0 document indices; the first one, 0, is missing")
     if indices[0] != 0:
@@ -299,24 +286,17 @@ def check_document_indices(path: str, indices: Rows, sequences: int, indices_at:
 
 
 @dataclass(frozen=True)
-class IndexedSamples:
-    """Samples of an indexed data set, by which a resumed run recognises it."""
+class IndexedSamples(KnownSamples):
+    """Samples of an indexed data set, which is recognised by all of its contents."""
 
     source: IndexedDataset
 
     @property
     def name(self) -> str:
-        """The data set, as given on the command line."""
         return self.source.prefix
 
     def fingerprint(self) -> str:
-        """An identifier of the whole data set's contents."""
         return self.source.fingerprint()
 
     def older_fingerprints(self) -> tuple[str, ...]:
-        """The identifiers of the same contents in checkpoints of earlier versions."""
         return self.source.older_fingerprints()
-
-    def shards(self) -> tuple[ShardRecord, ...]:
-        """None."""
-        return ()

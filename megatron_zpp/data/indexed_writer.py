@@ -5,7 +5,6 @@ import fcntl
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -80,9 +79,7 @@ class IndexedDatasetWriter:
         self.num_documents += lengths.size
         self.num_tokens += tokens.size
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._closing:
             if kind is None:
                 self._commit()

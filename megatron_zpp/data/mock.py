@@ -4,32 +4,27 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.data.samples import Epochs
+from megatron_zpp.data.samples import Epochs, Samples
 from megatron_zpp.data.stateless_random import mix, random_bits
 
 
 @dataclass(frozen=True)
-class MockDataset:
+class MockDataset(Samples):
     """Samples of uniform tokens, each a function of (seed, sample number)."""
 
     seq_length: int
     vocab_size: int
     seed: int
 
-    @property
-    def windows_per_epoch(self) -> None:
-        """None: mock data never repeats."""
+    windows_per_epoch = None
 
     def describe(self) -> str:
-        """One line for the head of the log."""
         return f"mock data: random tokens below {self.vocab_size:,}, samples of {self.seq_length}"
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """Nothing, because no data set is read."""
         return []
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
-        """Samples by number: (len,) integers of 0 or more to (len, S + 1) int64."""
         counters = random_bits(self.seed, np.asarray(indices, np.int64))[:, None]  # (len, 1)
         bits = mix(counters + np.arange(self.seq_length + 1, dtype=np.uint64))  # (len, S + 1)
         return (bits % np.uint64(self.vocab_size)).astype(np.int64)

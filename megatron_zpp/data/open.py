@@ -176,19 +176,19 @@ class SplitOpener:
 
     def _megatron(self, split: str, flag: str, parts: list[DatasetSlice]) -> Samples:
         from megatron_zpp.data.megatron.dataset import MegatronOrders
+        from megatron_zpp.data.order_cache import OrderCache
 
         requested = self.requested[split]
         repeats = requested is not None and (len(parts) == 1 or parts[0].weight is not None)
         for part in parts:
             part.check_tokens(split, self.seq_length, 2 if repeats else self.seq_length + 1, self.config)
         orders = MegatronOrders(
-            config=self.config,
+            cache=OrderCache(self.config, parts[0].source.local, self.say),
             flag=flag,
             split=split,
             seq_length=self.seq_length,
             vocab_size=self.vocab_size,
             seed=self.seed,
-            say=self.say,
         )
         samples = orders.samples(parts, requested)
         available = requested or samples.windows_per_epoch

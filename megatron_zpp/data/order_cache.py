@@ -103,11 +103,7 @@ def write_arrays(directory: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> N
     sums = {}
     for name, values in arrays:
         with closing(ChecksummedWriter(directory / f"{name}.npy")) as writer:
-            header = BytesIO()
-            np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(values))
-            writer.write(header.getvalue())
-            if values.size:
-                writer.write(np.ascontiguousarray(values).data)
+            np.lib.format.write_array(writer, values, version=(1, 0), allow_pickle=False)
             sums[name] = writer.finish().to_json()
     write_durably(directory / CHECKSUMS, (json.dumps(sums) + "\n").encode())
 

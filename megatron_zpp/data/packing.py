@@ -49,7 +49,6 @@ class PackedDataset(RandomOrder):
         return len(self.indexes["samples"]) - 1
 
     def describe(self) -> str:
-        """One line for the head of the log."""
         documents, cut, predictions = self.indexes["counts"][:].tolist()
         padding = 1 - predictions / (self.windows_per_epoch * self.seq_length)
         return (
@@ -62,12 +61,13 @@ class PackedDataset(RandomOrder):
         """Samples by number: (len,) integers of 0 or more to (len, 3, S) int64.
 
         The rows of a sample are inputs, targets, and ones where a document or the padding at the end begins.
-        Targets are NOT_COUNTED for padding. Raises ValueError for a token outside the vocabulary.
+        Targets are NOT_COUNTED for padding.
         """
         count, width = len(indices), self.seq_length
         rows, starts, lengths = self._pieces(indices)
         begins = np.cumsum(lengths) - lengths  # of each piece among all predictions
-        tokens = self._tokens(starts, lengths + 1)  # a piece has one more token than predictions
+        # A piece has one more token than predictions.
+        tokens = self.source.read(starts, lengths + 1, self.vocab_size)
         filled = np.bincount(rows, weights=lengths, minlength=count).astype(np.int64)
         place = np.arange(lengths.sum()) + np.repeat(_before(width - filled)[rows], lengths)
         batch = np.empty((3, count * width), np.int64)
@@ -88,17 +88,6 @@ class PackedDataset(RandomOrder):
         rows = np.repeat(np.arange(len(samples)), counts)
         starts, lengths = (self.indexes[name].gather(firsts, counts) for name in ("starts", "lengths"))
         return rows, starts, lengths.astype(np.int64)
-
-    def _tokens(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Return the tokens of all pieces, concatenated, int64."""
-        tokens = self.source.tokens.gather(starts, lengths).astype(np.int64)
-
-        def position(_: int, at: int) -> int:
-            piece = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-            return int(starts[piece] + at - lengths[:piece].sum())
-
-        self.source.check_token_ids(tokens[None], self.vocab_size, position)
-        return tokens
 
 
 def pack(

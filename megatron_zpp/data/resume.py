@@ -15,10 +15,10 @@ from pathlib import Path
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.blend import Blend, BlendedDataset
-from megatron_zpp.data.dataset_progress import DatasetProgress, ResumedBlend, SourceProgress
+from megatron_zpp.data.blend import BlendedDataset
+from megatron_zpp.data.dataset_progress import DatasetProgress, SourceProgress
 from megatron_zpp.data.documents import MaskedSamples
-from megatron_zpp.data.samples import KnownSamples, Samples, SeededSamples, ShardRecord
+from megatron_zpp.data.samples import KnownSamples, Samples, ShardRecord
 from megatron_zpp.data.windows import order_seed
 
 _TOLERANCE = 1e-12  # relative, of shares: weights 3 and 7 are 0.3 and 0.7
@@ -207,21 +207,15 @@ def _changed(
 def _arranged(samples: Samples, dataset_progress: DatasetProgress, train_seed: int) -> Samples:
     """Return `samples` in the order of `dataset_progress`."""
     sources, weights = _parts(samples)
-    reading, reading_weights = dataset_progress.reading, dataset_progress.weights
+    reading = dataset_progress.reading
     first_streams = all(part.stream == number for number, part in enumerate(reading))
-    unchanged = (
-        first_streams and not dataset_progress.since and (len(reading) == 1 or weights == reading_weights)
-    )
+    same_weights = len(reading) == 1 or weights == dataset_progress.weights
+    unchanged = first_streams and same_weights and not dataset_progress.since
     if dataset_progress.order == "megatron" or unchanged:
         return samples
-    assert reading_weights is not None, f"the weights are unknown: {dataset_progress}"
-    moved: list[KnownSamples] = []
-    for source, part in zip(sources, reading, strict=True):
-        assert isinstance(source, SeededSamples), f"{source.name} has one order only"
-        moved.append(source.with_seed(order_seed(train_seed, part.stream)))
-    consumed_before = tuple(part.consumed_before for part in reading)
-    blend = ResumedBlend(Blend(reading_weights), dataset_progress.since, consumed_before)
-    return BlendedDataset(tuple(moved), blend)
+    pairs = zip(sources, reading, strict=True)
+    moved = tuple(source.with_seed(order_seed(train_seed, part.stream)) for source, part in pairs)
+    return BlendedDataset(moved, dataset_progress.blend)
 
 
 def _describe_change(

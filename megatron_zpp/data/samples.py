@@ -1,7 +1,8 @@
 """Interfaces of sources of samples."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,48 +31,52 @@ class ShardRecord:
 class BatchSource(Protocol):
     """Anything that returns numbered samples; picklable, for worker processes."""
 
+    @abstractmethod
     def batch(self, indices: np.ndarray) -> Any:
         """Samples by number: (len,) integers of 0 or more to (len, S + 1) int64, or documents.ModelInputs.
 
-        Packed documents are (len, 3, S) int64 before they become ModelInputs (packing.py).
+        Packed documents are (len, 3, S) int64 before they become ModelInputs (packing.py). Raises ValueError
+        for a token outside the vocabulary, and for text that has changed or has a line without a document.
         """
 
 
-class Samples(BatchSource, Protocol):
+class Samples(BatchSource):
     """A numbered sequence of samples of S + 1 tokens, as long as the run needs it."""
 
     @property
+    @abstractmethod
     def windows_per_epoch(self) -> int | None:
         """Samples before text repeats; None if it never does, or if the number is unknown."""
 
+    @abstractmethod
     def epochs(self, samples: int) -> list[Epochs]:
         """How often the first `samples` samples read each data set, where that is known."""
 
+    @abstractmethod
     def describe(self) -> str:
         """One line for the head of the log."""
 
 
-@runtime_checkable
-class KnownSamples(Samples, Protocol):
+class KnownSamples(Samples):
     """Samples of one data set, which a resumed run recognises."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The data set, as given on the command line."""
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """An identifier that is kept in checkpoints: equal for copies, different for other contents."""
 
     def older_fingerprints(self) -> tuple[str, ...]:
         """The identifiers of the same contents in checkpoints of earlier versions."""
+        return ()
 
     def shards(self) -> tuple[ShardRecord, ...]:
         """The files, in their order; none if the data set is not sharded."""
+        return ()
 
-
-@runtime_checkable
-class SeededSamples(KnownSamples, Protocol):
-    """Samples of one data set in a seeded order; any sample is found as fast as the first."""
-
-    def with_seed(self, seed: int) -> "SeededSamples":
-        """The same data set in the order of another seed."""
+    def with_seed(self, seed: int) -> "KnownSamples":
+        """The same data set in the order of another seed; any sample is found as fast as the first."""
+        raise AssertionError(f"{self.name} has one order only")

@@ -6,13 +6,12 @@ closed form of (seed, i): there is no index to build or to cache, and any sample
 first.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
-from megatron_zpp.data.file_array import FileArray
 from megatron_zpp.data.indexed import IndexedSamples
 from megatron_zpp.data.samples import Epochs
 from megatron_zpp.data.stateless_random import permute, random_bits
@@ -48,22 +47,19 @@ def order_seed(split_seed: int, stream: int) -> int:
 
 
 @dataclass(frozen=True)
-class RandomOrder(IndexedSamples, ABC):
+class RandomOrder(IndexedSamples):
     """Samples of an indexed data set in a random order, another one in each epoch."""
 
     seed: int = field(kw_only=True)
 
     def with_seed(self: _Order, seed: int) -> _Order:
-        """The same samples in the order of another seed."""
         return replace(self, seed=seed)
 
     @property
     @abstractmethod
-    def windows_per_epoch(self) -> int:
-        """Samples before text repeats."""
+    def windows_per_epoch(self) -> int: ...
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often the first `samples` samples read the data set."""
         return [Epochs(self.name, samples / self.windows_per_epoch)]
 
 
@@ -87,37 +83,15 @@ class WindowDataset(RandomOrder):
         return self.order.windows_per_epoch
 
     def describe(self) -> str:
-        """One line for the head of the log."""
         return (
             f"{self.source.prefix}: {self.last - self.first:,} tokens, "
             f"{self.windows_per_epoch:,} samples of {self.seq_length}"
         )
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
-        """Samples by number: (len,) integers of 0 or more to (len, S + 1) int64.
-
-        Raises ValueError for a token outside the vocabulary.
-        """
-        ring = self.source.tokens.part(self.first, self.last)
-        starts = self.order.starts(indices)
-        batch = read_windows(ring, starts, self.seq_length + 1)
-        self.source.check_token_ids(
-            batch, self.vocab_size, lambda row, column: self.first + int(starts[row] + column) % len(ring)
-        )
-        return batch
-
-
-def read_windows(ring: FileArray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return what `cut_windows` returns, for a ring (T,) in a file."""
-    before_end = np.minimum(length, len(ring) - starts)
-    if (before_end == length).all():
-        found = ring.gather(starts, before_end)
-    else:  # a window may have one part before the end of the ring and one from its beginning
-        firsts = np.stack([starts, np.zeros_like(starts)], axis=1)
-        found = ring.gather(firsts.ravel(), np.stack([before_end, length - before_end], axis=1).ravel())
-    return found.reshape(len(starts), length).astype(np.int64)
-
-
-def cut_windows(ring: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return `length` <= T tokens of a ring from each start: (T,), (len,) to (len, length) int64."""
-    return ring[(starts[:, None] + np.arange(length)) % len(ring)].astype(np.int64)
+        length, starts = self.seq_length + 1, self.first + self.order.starts(indices)
+        lengths = np.minimum(length, self.last - starts)
+        if (lengths < length).any():  # with a second part, from the beginning of the ring
+            starts = np.stack([starts, np.full_like(starts, self.first)], axis=1).ravel()
+            lengths = np.stack([lengths, length - lengths], axis=1).ravel()
+        return self.source.read(starts, lengths, self.vocab_size).reshape(len(indices), length)

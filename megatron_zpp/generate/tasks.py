@@ -30,24 +30,14 @@ class Task:
 
     def figures(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
         """The result, from the outcome of each passage."""
-        if self.name == "lambada":
-            right = sum(greedy for _, greedy in outcomes)
-            return {
-                "documents": self.documents,
-                "right": right,
-                "accuracy": right / self.documents,
-            } | self._means(outcomes)
-        nats = -math.fsum(total for total, _ in outcomes)
-        figures = {"documents": self.documents} | self._means(outcomes)
-        figures["words"] = self.words
-        figures["word_perplexity"] = _exp(nats / self.words)
-        figures["bits_per_byte"] = nats / math.log(2) / self.characters_utf8
-        return figures
-
-    def _means(self, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+        nats, right = -math.fsum(total for total, _ in outcomes), sum(greedy for _, greedy in outcomes)
         tokens = sum(passage.scored for passage in self.passages)
-        nats = -math.fsum(total for total, _ in outcomes)
-        return {"tokens": tokens, "loss": nats / tokens, "token_perplexity": _exp(nats / tokens)}
+        means = {"tokens": tokens, "loss": nats / tokens, "token_perplexity": _exp(nats / tokens)}
+        figures: dict[str, Any] = {"documents": self.documents}
+        if self.name == "lambada":
+            return figures | {"right": right, "accuracy": right / self.documents} | means
+        words = {"words": self.words, "word_perplexity": _exp(nats / self.words)}
+        return figures | means | words | {"bits_per_byte": nats / math.log(2) / self.characters_utf8}
 
 
 def outcome_of(score: Score) -> Outcome:

@@ -29,3 +29,9 @@ def by_hand(tmp_path):
         return str(tmp_path / name)
 
     return write
+
+
+@pytest.fixture
+def text(by_hand):
+    """A data set of 100 sequences of 10 tokens; a token identifies its sequence."""
+    return by_hand("text", [[number] * 10 for number in range(100)])

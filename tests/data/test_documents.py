@@ -9,10 +9,7 @@ import pytest
 import torch
 
 from megatron_zpp.config.data import MASKS, DataConfig
-from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.documents import masked_samples
-from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.model.attention import DotProduct
 from tests.data.conftest import open_data
 from tests.data.megatron_core import masks_and_positions
@@ -86,19 +83,6 @@ def test_documents_have_few_sizes_whatever_the_text():
     assert 2 * len(sizes) <= 8
     usual = [np.where(np.arange(1024) % 256 == where, EOD, 1).tolist() for where in (0, 50, 100, 255)]
     assert len(batch_of(usual, "reset_attention_mask").documents) == min(sizes)
-
-
-def test_the_loader_gives_what_the_model_takes():
-    samples = masked_samples(MockDataset(16, 5, 0), config_of("reset_attention_mask", "eod_mask_loss"), EOD)
-    with MicroBatches(samples, BatchSchedule(3, 6, 2), rank=1, end=24, num_workers=1) as batches:
-        read = list(batches)
-    assert len(read) == 4
-    for step, (tokens, targets, positions, documents) in enumerate(read):
-        expected = samples.batch(np.arange(6 * step + 3, 6 * step + 6))
-        assert torch.equal(tokens, torch.from_numpy(expected.tokens))
-        assert torch.equal(targets, torch.from_numpy(expected.targets))
-        assert positions is None
-        assert torch.equal(documents, torch.from_numpy(expected.documents))
 
 
 def test_opening_data_masks_it_and_needs_ends_of_documents(by_hand):

@@ -115,22 +115,21 @@ def test_no_tokens_or_indices_at_all(by_hand):
 def test_checks_find_one_wrong_entry_in_any_chunk(at):
     lengths = np.full(5 << 19, 3, np.int32)
     pointers = np.arange(5 << 19, dtype=np.int64) * 6
-    assert check_lengths_and_pointers("f", lengths, pointers, 2, 0, 0) == 3 * (5 << 19)
+    assert check_lengths_and_pointers("f", lengths, pointers, 2) == 3 * (5 << 19)
     pointers[at] += 1
-    with pytest.raises(
-        ValueError, match=rf"^f: byte {100 + 8 * at}: sequence {at} points at byte {6 * at + 1} "
-    ):
-        check_lengths_and_pointers("f", lengths, pointers, 2, 0, 100)
+    place = 34 + 4 * (5 << 19) + 8 * at
+    with pytest.raises(ValueError, match=rf"^f: byte {place}: sequence {at} points at byte {6 * at + 1} "):
+        check_lengths_and_pointers("f", lengths, pointers, 2)
     lengths[at] = -2
-    with pytest.raises(ValueError, match=rf"^f: byte {100 + 4 * at}: sequence {at} has length -2"):
-        check_lengths_and_pointers("f", lengths, pointers, 2, 100, 0)
+    with pytest.raises(ValueError, match=rf"^f: byte {34 + 4 * at}: sequence {at} has length -2"):
+        check_lengths_and_pointers("f", lengths, pointers, 2)
 
 
 @given(st.lists(st.integers(-2, 6), min_size=1, max_size=8), st.integers(0, 6))
 def test_document_indices_rise_from_zero_to_the_end(indices, sequences):
     right = indices[0] == 0 and indices[-1] == sequences and sorted(indices) == indices
     try:
-        check_document_indices("f", np.array(indices), sequences, 0)
+        check_document_indices("f", np.array(indices), sequences)
     except ValueError:
         assert not right
     else:
@@ -141,8 +140,9 @@ def test_document_indices_rise_from_zero_to_the_end(indices, sequences):
 def test_document_indices_fall_anywhere_near_the_end_of_a_chunk(at):
     indices = np.arange((1 << 20) + 3)
     indices[at] = 7
-    with pytest.raises(ValueError, match=f"byte {8 * at}: document index {at} is 7"):
-        check_document_indices("f", indices, (1 << 20) + 2, 0)
+    place = 34 + 12 * ((1 << 20) + 2) + 8 * at
+    with pytest.raises(ValueError, match=f"byte {place}: document index {at} is 7"):
+        check_document_indices("f", indices, (1 << 20) + 2)
 
 
 def test_opening_does_not_read_the_tokens(tmp_path):

@@ -16,12 +16,6 @@ OURS = {"tokenizer_type": "NullTokenizer", "vocab_size": 1000, "eod": 999, "fing
 open_all = partial(open_data, needed=("train", "valid", "test"))
 
 
-@pytest.fixture
-def text(by_hand):
-    """Write 100 sequences of 10 tokens; a token identifies its sequence."""
-    return by_hand("text", [[number] * 10 for number in range(100)])
-
-
 def tokens_of(samples):
     return set(samples.batch(np.arange(200)).ravel().tolist())
 

@@ -27,11 +27,6 @@ def opened(config, said, samples=20, seed=1):
 
 
 @pytest.fixture
-def text(by_hand):
-    return by_hand("text", [[number] * 10 for number in range(100)])
-
-
-@pytest.fixture
 def config(text):
     return DataConfig(train_data_path=(text,), dataset_order="megatron")
 

@@ -31,18 +31,16 @@ def packed(path, **more):
 
 
 def fullest_first(lengths, size):
-    """Return the rooms of best-fit decreasing, one item after another, and the lengths in each bin."""
-    rooms, contents = [], []
+    """Return the rooms of best-fit decreasing, one item after another."""
+    rooms = []
     for length in sorted(lengths, reverse=True):
         fitting = [number for number, room in enumerate(rooms) if room >= length]
         if not fitting:
             fitting = [len(rooms)]
             rooms.append(size)
-            contents.append([])
         number = min(fitting, key=lambda number: (rooms[number], number))
         rooms[number] -= length
-        contents[number].append(length)
-    return rooms, contents
+    return rooms
 
 
 @settings(max_examples=300)
@@ -50,7 +48,7 @@ def fullest_first(lengths, size):
 def test_bins_are_those_of_a_search_item_by_item(case):
     size, lengths = case
     bins = best_fit(np.array(lengths, np.int64), size)
-    rooms, _ = fullest_first(lengths, size)
+    rooms = fullest_first(lengths, size)
     filled = np.bincount(bins, weights=lengths, minlength=len(rooms))
     assert sorted(size - filled) == sorted(rooms)  # which of equally full bins is taken changes no room
 

@@ -10,12 +10,6 @@ from tests.support import refusal
 OURS = {"tokenizer_type": "GPT2BPETokenizer", "vocab_size": 50257, "eod": 50256, "fingerprint": "a" * 64}
 
 
-def test_same_tokenizer_and_no_record_pass(tmp_path):
-    check_provenance(tmp_path / "x", OURS)
-    write_provenance(tmp_path / "x", OURS | {"note": "kept"})
-    check_provenance(tmp_path / "x", OURS)
-
-
 @pytest.mark.parametrize(("key", "value"), [("vocab_size", 32000), ("fingerprint", "b" * 64)])
 def test_any_difference_names_both_sides(tmp_path, key, value):
     write_provenance(tmp_path / "x", OURS | {key: value})

@@ -58,8 +58,3 @@ def test_token_outside_the_vocabulary_is_named_with_its_position(by_hand, kind, 
     assert said.startswith(
         f"{prefix}.bin: byte {90 * size}: token 90 is {bad}, outside the vocabulary of 101"
     )
-
-
-def test_tokens_of_another_split_are_not_checked(by_hand):
-    source = IndexedDataset(by_hand("x", [[999] * 20 + [1] * 30 + [999] * 20]))
-    assert (WindowDataset(source, 20, 50, 4, 10, seed=0).batch(np.arange(40)) == 1).all()

@@ -9,9 +9,7 @@ import pytest
 from megatron_zpp.reporting.report.curves import (
     axis_of,
     band,
-    by_iteration,
     curve,
-    metric_names,
     read_metrics,
     sequence_length,
     smoothed,
@@ -34,17 +32,6 @@ def step(iteration: int, loss: float | None = 1.0, seconds: float = 2.0, length:
 
 RUN = [{"iteration": 0, "valid_loss": 5.0}, step(10, 3.0), step(20, 2.0, 4.0)]
 RUN += [{"iteration": 15, "valid_loss": 4.0}]
-
-
-def test_every_number_has_a_name_and_text_and_null_have_none() -> None:
-    names = metric_names(RUN)
-    assert {"lm_loss", "valid_loss", "consumed_samples"} < set(names)
-    assert not {"iteration", "sample", "mfu"} & set(names)
-
-
-def test_the_later_of_two_values_counts_and_null_is_no_value() -> None:
-    steps = [step(2, 5.0), step(1, 4.0), step(2, 3.0), step(3, None)]
-    assert by_iteration(steps, "lm_loss") == {1: 4.0, 2: 3.0}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Encodes a block of JSON lines as tokens: the work of one worker."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,11 +47,7 @@ class Encoder:
         rows: list[list[list[int]]] = []
         found: list[Problem] = []
         for each in parsed:
-            row: list[list[int]] | Problem
-            if isinstance(each, Problem):
-                row = each
-            else:
-                row = self._checked(each[0], list(itertools.islice(documents, len(self._keys))))
+            row = each if isinstance(each, Problem) else self._checked(each[0], documents)
             if isinstance(row, Problem):
                 found.append(row)
             else:
@@ -72,16 +68,16 @@ class Encoder:
         except ValueError as error:
             return error
 
-    def _checked(self, number: int, row: Sequence[list[int] | ValueError]) -> list[list[int]] | Problem:
-        """Return the documents of line `number`, or the first problem of one of them."""
-        documents = []
-        for key, document in zip(self._keys, row, strict=True):
+    def _checked(self, number: int, documents: Iterator[list[int] | ValueError]) -> list[list[int]] | Problem:
+        """Take the documents of line `number`, and return them, or the first problem of one of them."""
+        row = []
+        for key, document in list(zip(self._keys, documents, strict=False)):
             if isinstance(document, ValueError):
                 return Problem(number, NOT_TOKENISED, f"{key!r}: {document}")
             if not document:
                 return Problem(number, NO_TOKENS, f"{key!r} has none")
-            documents.append(document)
-        return documents
+            row.append(document)
+        return row
 
     def _pack(self, documents: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens (tokens,), with each end of document, and the lengths (documents,)."""

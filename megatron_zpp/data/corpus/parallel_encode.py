@@ -10,7 +10,6 @@ import signal
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from functools import partial
 from itertools import count, islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -18,7 +17,6 @@ from typing import Any, TypeVar
 
 from megatron_zpp.data.corpus.encode import Encoded, Encoder
 from megatron_zpp.data.corpus.inputs import Block, read_blocks
-from megatron_zpp.data.corpus.problems import Problem
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -30,8 +28,8 @@ _BEGUN = -1  # the number of a worker's first answer, which is to no item
 
 def encode_files(
     files: Sequence[str], build: Callable[[], Encoder], workers: int
-) -> Iterator[tuple[Encoded, Block, Callable[[Problem], str]]]:
-    """Yield all blocks of the files, encoded by `workers` processes, and what locates a problem of the block.
+) -> Iterator[tuple[Encoded, Block, str, int]]:
+    """Yield each block, encoded by one of `workers` processes, its file, and the lines before it in the file.
 
     Raises like read_blocks, ordered_map.
     """
@@ -49,12 +47,8 @@ def encode_files(
             path, block = distributed.popleft()
             if path != current:
                 current, lines = path, 0
-            yield encoded, block, partial(_line_of, path, lines)
+            yield encoded, block, path, lines
             lines += encoded.lines
-
-
-def _line_of(path: str, lines_before: int, problem: Problem) -> str:
-    return f"{path} line {lines_before + problem.line}"
 
 
 def ordered_map(

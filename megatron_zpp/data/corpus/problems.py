@@ -24,10 +24,13 @@ class Report:
         self._counts: Counter[str] = Counter()
         self._shown = 0
 
-    def add(self, problems: Sequence[Problem], where: Callable[[Problem], str]) -> None:
-        """Add problems, which `where` locates. A strict report raises ValueError for the first problem."""
+    def add(self, problems: Sequence[Problem], path: str, before: int = 0) -> None:
+        """Add problems of a file, with `before` lines before those that the problems count.
+
+        A strict report raises ValueError for the first problem.
+        """
         for problem in problems[: KEPT - self._shown]:
-            line = f"{where(problem)}: {problem.kind}: {problem.detail}"
+            line = f"{path} line {before + problem.line}: {problem.kind}: {problem.detail}"
             if self._strict:
                 raise ValueError(f"{line}; correct the line, or omit --strict")
             self._say(f"skipped: {line}")

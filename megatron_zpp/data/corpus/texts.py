@@ -23,10 +23,6 @@ class Texts:
     problems: list[Problem]
     disk_bytes: int  # their size in the file
 
-    def where(self, problem: Problem) -> str:
-        """Return `FILE line N` for a problem."""
-        return f"{self.path} line {problem.line}"
-
 
 def check_suffix(flag: str, path: str) -> None:
     """Raise ValueError if the name does not end in a known suffix."""

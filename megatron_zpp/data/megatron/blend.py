@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_zpp.data.blend import BlendOrder
 from megatron_zpp.data.order_cache import CachedArrays
 
 BLEND_INDEXES = ("dataset_index", "dataset_sample_index")
@@ -98,19 +99,16 @@ def _choose(
 
 
 @dataclass(frozen=True)
-class MegatronBlend:
+class MegatronBlend(BlendOrder):
     """A finite order of K data sets: sample i is sample dataset_sample_index[i] of set dataset_index[i]."""
 
-    weights: tuple[float, ...]
     indexes: CachedArrays
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (data set, its sample number), each (len,) int64."""
         which, numbers = (self.indexes[name][indices].astype(np.int64) for name in BLEND_INDEXES)
         return which, numbers
 
     def counts(self, samples: int) -> np.ndarray:
-        """Return how many of the first `samples` come from each data set: (K,)."""
         which = self.indexes[BLEND_INDEXES[0]]
         counts = np.zeros(len(self.weights), np.int64)
         for first in range(0, samples, _PIECE):

@@ -1,12 +1,11 @@
 """Samples of data sets in Megatron-LM's order and blend; the indexes are cached on disk."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.indexed import IndexedSamples, index_path
@@ -28,14 +27,12 @@ _SURPLUS = 0.005  # samples of each data set beyond its share of a blend, relati
 
 @dataclass(frozen=True)
 class MegatronDataset(IndexedSamples):
-    """A finite number of samples, given by `sizes`, of the sequences [first, last) of a data set.
+    """A finite number of samples, given by `sizes`, of some sequences of a data set.
 
     `indexes` has document_index (D,), sample_index (samples + 1, 2) and shuffle_index (samples,): see
     order.py.
     """
 
-    first: int
-    last: int
     sizes: OrderSizes
     vocab_size: int
     indexes: CachedArrays
@@ -45,33 +42,21 @@ class MegatronDataset(IndexedSamples):
 
     @property
     def windows_per_epoch(self) -> int:
-        """Samples per epoch."""
         return (self.sizes.tokens - 1) // self.sizes.seq_length
 
     def describe(self) -> str:
-        """One line for the head of the log."""
         return (
             f"{self.source.prefix}: {self.sizes.tokens:,} tokens, {len(self):,} samples of "
             f"{self.sizes.seq_length} in Megatron-LM's order"
         )
 
     def epochs(self, samples: int) -> list[Epochs]:
-        """How often the first `samples` samples read the data set."""
         return [Epochs(self.name, samples * self.sizes.seq_length / self.sizes.tokens)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
-        """Samples by number: (len,) integers in [0, samples) to (len, S + 1) int64.
-
-        Raises ValueError for a token outside the vocabulary.
-        """
         cuts = self.indexes["shuffle_index"][indices].astype(np.int64)
-        begins, lengths = self._pieces(cuts)
-        tokens = self.source.tokens.gather(begins, lengths)
-        batch = tokens.reshape(len(cuts), self.sizes.seq_length + 1).astype(np.int64)
-        self.source.check_token_ids(
-            batch, self.vocab_size, lambda row, column: self._position(cuts[row], column)
-        )
-        return batch
+        tokens = self.source.read(*self._pieces(cuts), self.vocab_size)
+        return tokens.reshape(len(cuts), self.sizes.seq_length + 1)
 
     def _pieces(self, cuts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the first token in PREFIX.bin and the length of every piece of the samples, in order.
@@ -91,26 +76,20 @@ class MegatronDataset(IndexedSamples):
         starts[lasts - counts + 1] += within[:, 0]
         return starts, ends - starts
 
-    def _position(self, cut: int, column: int) -> int:
-        pieces = zip(*self._pieces(np.array([cut])), strict=True)
-        return int(np.concatenate([np.arange(begin, begin + length) for begin, length in pieces])[column])
-
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOrders:
     """Builds a split's samples in the order that Megatron-LM would use for the same flags.
 
-    Indexes are cached in --data-cache-path, or beside the data for all its runs; `say` gets a line when one
-    is built.
+    Their indexes are in `cache`.
     """
 
-    config: DataConfig
+    cache: OrderCache
     flag: str  # that names the data sets
     split: str
     seq_length: int
     vocab_size: int
     seed: int
-    say: Callable[[str], None]
 
     def samples(
         self, parts: Sequence[DatasetSlice], requested: int | None
@@ -121,32 +100,32 @@ class MegatronOrders:
         without weights has one epoch of each. Raises ValueError if that is fewer samples than requested, and
         for weights without a number of samples.
         """
-        cache = OrderCache(self.config, parts[0].source.local, self.say)
         weighted = parts[0].weight is not None
         if len(parts) == 1 and not (weighted and self.flag == "--data-path"):
-            return self._dataset(cache, parts[0], requested)
-        if weighted and requested is None:
-            fix = "Megatron-LM's blend with weights never ends; use --eval-iters"
-            raise option_error("--full-validation", "(given)", f"{self.flag} has weights, and {fix}")
+            return self._dataset(parts[0], requested)
         size = requested
-        if weighted and requested is not None:
+        if weighted:
+            if requested is None:
+                fix = "Megatron-LM's blend with weights never ends; use --eval-iters"
+                raise option_error("--full-validation", "(given)", f"{self.flag} has weights, and {fix}")
             weights = normalized(np.array([part.weight for part in parts], np.float64)).tolist()
             shares = [math.ceil(requested * weight) for weight in weights]
             sources = [
-                self._dataset(cache, part, math.ceil(share * (1 + _SURPLUS)))
+                self._dataset(part, math.ceil(share * (1 + _SURPLUS)))
                 for part, share in zip(parts, shares, strict=True)
             ]
             size = sum(shares)
         else:
-            sources = [self._dataset(cache, part, None) for part in parts]
-            weights, available = [len(source) for source in sources], sum(map(len, sources))
+            sources = [self._dataset(part, None) for part in parts]
+            weights = [len(source) for source in sources]
+            available = sum(weights)
             if size is not None and size > available:
                 fix = (
                     f"the run requests {size} {self.split} samples, but one epoch of each has {available}; "
                     "Megatron-LM repeats data sets only if they have weights: put a weight before each prefix"
                 )
                 raise self._refused(parts, fix)
-        blend = self._blend(cache, sources, weights, size)
+        blend = self._blend(sources, weights, size)
         drawn = blend.blend.counts(size or sum(map(len, sources))).tolist()
         for source, count in zip(sources, drawn, strict=True):
             if count > len(source):  # in a blend of many data sets with few samples each, despite _SURPLUS
@@ -157,7 +136,7 @@ class MegatronOrders:
                 raise self._refused(parts, fix)
         return blend
 
-    def _dataset(self, cache: OrderCache, part: DatasetSlice, requested: int | None) -> MegatronDataset:
+    def _dataset(self, part: DatasetSlice, requested: int | None) -> MegatronDataset:
         """Return `requested` samples of a data set; None requests one epoch."""
         source, first, last = part.source, part.first, part.last
         begin, end = part.tokens()
@@ -181,15 +160,11 @@ class MegatronOrders:
             yield "shuffle_index", shuffle_index(sizes, random)
 
         what = f"the {self.split} order of {source.prefix}, {sizes.samples:,} samples"
-        indexes = cache.get(made_of, build, what)
-        return MegatronDataset(source, first, last, sizes, self.vocab_size, indexes)
+        indexes = self.cache.get(made_of, build, what)
+        return MegatronDataset(source, sizes, self.vocab_size, indexes)
 
     def _blend(
-        self,
-        cache: OrderCache,
-        sources: Sequence[MegatronDataset],
-        weights: Sequence[float],
-        size: int | None,
+        self, sources: Sequence[MegatronDataset], weights: Sequence[float], size: int | None
     ) -> BlendedDataset:
         """Return `size` samples of the sources by `weights`; None draws every sample of each source once."""
         shares = normalized(np.array(weights, np.float64))
@@ -203,7 +178,7 @@ class MegatronOrders:
 
         samples = lengths.sum() if size is None else size
         what = f"the {self.split} blend of {len(sources)} data sets, {samples:,} samples"
-        arrays = cache.get(made_of, build, what)
+        arrays = self.cache.get(made_of, build, what)
         return BlendedDataset(tuple(sources), MegatronBlend(tuple(shares.tolist()), arrays))
 
     def _refused(self, parts: Sequence[DatasetSlice], fix: str) -> ValueError:

@@ -16,11 +16,10 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.samples import Epochs, ShardRecord
+from megatron_zpp.data.samples import Epochs, KnownSamples, ShardRecord
 from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.group_order import GroupOrder
 from megatron_zpp.data.text.sources import fingerprint_of
-from megatron_zpp.data.windows import cut_windows
 
 _AHEAD = 2.0  # fraction of the next group tokenised per fraction of this group read
 _HELD = 2  # groups whose tokens stay in memory, because a batch may span two groups
@@ -39,17 +38,17 @@ def text_samples(
     return dataset
 
 
-class TextDataset:
+class TextDataset(KnownSamples):
     """Samples of some blocks of a text, tokenised when they are needed or shortly before."""
+
+    windows_per_epoch: int | None = None
 
     def __init__(self, split: str, cache: TokenCache, order: GroupOrder, seq_length: int) -> None:
         """`split` names the samples in errors."""
-        self.name = cache.source.name
         self._split = split
         self._source, self._cache, self._order, self._seq_length = cache.source, cache, order, seq_length
         self._ends: list[int] = []  # number of the first sample after each group, as far as known
         self._rings: dict[int, np.ndarray] = {}  # by group
-        self.windows_per_epoch: int | None = None
 
     def prepare(self, samples: int | None) -> None:
         """Tokenise the first `samples` samples, an epoch if None.
@@ -66,16 +65,14 @@ class TextDataset:
         elif samples:
             self._find_ends(sample=samples - 1)
 
+    @property
+    def name(self) -> str:
+        return self._source.name
+
     def fingerprint(self) -> str:
-        """An identifier of the whole text's contents."""
         return fingerprint_of(self._source)
 
-    def older_fingerprints(self) -> tuple[str, ...]:
-        """None: earlier versions had the same identifier."""
-        return ()
-
     def shards(self) -> tuple[ShardRecord, ...]:
-        """The files of a text in shards, in their order; none for other text."""
         return self._source.shard_records()
 
     def with_seed(self, seed: int) -> "TextDataset":
@@ -87,7 +84,6 @@ class TextDataset:
         return moved
 
     def describe(self) -> str:
-        """One line for the head of the log."""
         text = self._source.describe(self._order.last - self._order.first)
         return f"{self.name}: {text}, tokenised as it is read, samples of {self._seq_length}"
 
@@ -106,10 +102,7 @@ class TextDataset:
         return [Epochs(self.name, samples * self._seq_length / tokens, about=known.size < counts.size)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
-        """Samples by number: (len,) integers of 0 or more, at least one, to (len, S + 1) int64.
-
-        Raises ValueError for a line that holds no document.
-        """
+        """Samples by number, at least one."""
         numbers = np.asarray(indices, np.int64)
         self._find_ends(sample=int(numbers.max()))
         groups = np.array([bisect.bisect_right(self._ends, number) for number in numbers.tolist()])
@@ -118,7 +111,7 @@ class TextDataset:
             ring, members = self._ring(group), groups == group
             windows = self._order.windows(group, ring.size, self._seq_length)
             starts = windows.starts(numbers[members] - self._begin(group))
-            batch[members] = cut_windows(ring, starts, self._seq_length + 1)
+            batch[members] = ring[(starts[:, None] + np.arange(self._seq_length + 1)) % ring.size]
         self._prefetch(int(numbers.max()))
         return batch
 

@@ -3,8 +3,9 @@
 import hashlib
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
@@ -24,7 +25,7 @@ _GROUP_BYTES, _GROUP_BLOCKS = 16 << 20, 4  # that are shuffled together, at leas
 _NOT_CONTENTS = ("name", "mtime_ns", "modified", "column")
 
 
-class TextSource(Protocol):
+class TextSource(ABC):
     """Documents in `blocks` blocks; `group` consecutive blocks are shuffled together. Picklable."""
 
     name: str  # as given on the command line
@@ -33,30 +34,35 @@ class TextSource(Protocol):
     size: int  # bytes
     made_of: Mapping[str, Any]  # distinguishes the text from other text and later versions
 
+    @abstractmethod
     def order(self, first: int, last: int, seq_length: int, seed: int) -> GroupOrder:
         """Return the order in which an epoch reads the blocks [first, last)."""
 
+    @abstractmethod
     def read(self, block: int) -> bytes:
         """Return the documents of a block as JSON lines. Raises ValueError if the text has changed."""
 
+    @abstractmethod
     def location(self, block: int, line: int) -> str:
         """Return the location of a line of a block, counted from 1, for an error message."""
 
     def describe(self, blocks: int) -> str:
         """Return the size of `blocks` blocks in words."""
+        return f"about {self.size * blocks // self.blocks:,} of {self.size:,} bytes of text"
 
     def shard_records(self) -> tuple[ShardRecord, ...]:
         """Return what a checkpoint keeps of each file of a text in shards; nothing for other text."""
+        return ()
 
 
-class JsonLinesText:
+class JsonLinesText(TextSource):
     """An uncompressed file of JSON lines; a line belongs to the block in which it begins."""
 
     def __init__(self, flag: str, name: str, path: str) -> None:
         """Open `path`, called `name` in messages. Raises ValueError if it is empty or cannot be read."""
         self.name, self._path = name, path
         try:
-            self.made_of: Mapping[str, Any] = contents_of(path)
+            self.made_of = contents_of(path)
         except OSError as error:
             raise option_error(flag, name, f"{one_line(error)}; name a file that can be read") from None
         self.size = self.made_of["size"]
@@ -83,12 +89,6 @@ class JsonLinesText:
     def location(self, block: int, line: int) -> str:
         before = sum(self.read(number).count(b"\n") for number in range(block))
         return f"{self.name} line {before + line}"
-
-    def describe(self, blocks: int) -> str:
-        return f"about {self.size * blocks // self.blocks:,} of {self.size:,} bytes of text"
-
-    def shard_records(self) -> tuple[ShardRecord, ...]:
-        return ()
 
 
 def check_unchanged(path: str, shown: str, before: tuple[int, int], fix: str) -> None:

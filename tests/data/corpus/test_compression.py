@@ -8,9 +8,7 @@ import pytest
 import zstandard
 
 from megatron_zpp.data.corpus.compression import decompressed
-from tests.data.text.conftest import documents_of, opened
-
-EOD = 70_000
+from tests.data.text.conftest import EOD, documents_of, opened, with_ends
 
 
 def contents(content: bytes, name: str, size: int) -> bytes:
@@ -43,4 +41,5 @@ def test_a_long_window_of_zstd_is_read(tmp_path: Path, log: int) -> None:
     path = tmp_path / "x.jsonl.zst"
     path.write_bytes(with_window(frame, log))
     assert contents(path.read_bytes(), "x.zst", 1 << 20) == b'{"text": "1 2"}\n' * 9
-    assert documents_of(opened(str(tmp_path / "*.jsonl.zst"), append_eod=True), EOD) == [[1, 2, EOD]] * 9
+    text = opened(str(tmp_path / "*.jsonl.zst"), append_eod=True)
+    assert documents_of(text, EOD) == with_ends([[1, 2]] * 9)

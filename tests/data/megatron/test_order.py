@@ -87,6 +87,13 @@ def test_same_samples_as_megatron_core(case, by_hand, tmp_path):
             assert_same(getattr(mine, split), reference(), 50)
 
 
+def assert_same_blend(weights, size):
+    expected = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    megatron_core.core().helpers.build_blending_indices(*expected, weights, len(weights), size, False)
+    for mine, its in zip(blend_order(weights, size), expected, strict=True):
+        np.testing.assert_array_equal(mine, its)
+
+
 @pytest.mark.parametrize("case", range(12))
 def test_long_blends_of_any_weights_are_the_same(case):
     """Weights that are random, equal, round or far apart; and more sets than fit in a byte."""
@@ -94,10 +101,7 @@ def test_long_blends_of_any_weights_are_the_same(case):
     sets = 260 if case == 11 else int(random.integers(2, 20))
     kinds = random.random(sets), np.ones(sets), random.integers(1, 9, sets), 10 ** random.uniform(-5, 0, sets)
     weights, size = normalized(kinds[case % 4].astype(np.float64)), int(random.integers(1, 10_000))
-    expected = np.zeros(size, np.int16), np.zeros(size, np.int64)
-    megatron_core.core().helpers.build_blending_indices(*expected, weights, sets, size, False)
-    for mine, its in zip(blend_order(weights, size), expected, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    assert_same_blend(weights, size)
     sizes = random.integers(1, 4 if case % 2 else 500, sets)
     expected = np.zeros(sizes.sum(), np.int16), np.zeros(sizes.sum(), np.int64)
     megatron_core.core().helpers.build_exhaustive_blending_indices(*expected, sizes, sets)
@@ -108,11 +112,7 @@ def test_long_blends_of_any_weights_are_the_same(case):
 @pytest.mark.parametrize("weights", [[1 / 3, 1 / 3, 1 / 3], [1e-6, 0.1, 0.2, 0.3, 0.7]])
 def test_blends_of_several_pieces(weights):
     """Including ties at every step."""
-    shares, size = normalized(np.array(weights)), (1 << 22) + 70_001
-    expected = np.zeros(size, np.int16), np.zeros(size, np.int64)
-    megatron_core.core().helpers.build_blending_indices(*expected, shares, len(weights), size, False)
-    for mine, its in zip(blend_order(shares, size), expected, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    assert_same_blend(normalized(np.array(weights)), (1 << 22) + 70_001)
 
 
 @pytest.mark.parametrize(("longest", "seq_length"), [(1, 3), (30, 700), (3000, 7), (40_000, 64)])

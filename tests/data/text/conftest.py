@@ -17,7 +17,8 @@ from megatron_zpp.data.text.open import open_text
 from megatron_zpp.tokenizer import build_tokenizer, describe
 from tests.data.conftest import open_data
 
-NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=70_000)
+EOD = 70_000
+NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=EOD)
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +68,10 @@ def documents_of(text: TokenCache, eod: int) -> list[list[int]]:
     """Return all documents in the order of the file; each ends with the token `eod`."""
     tokens = text.tokens(np.arange(text.source.blocks))
     return [part.tolist() for part in np.split(tokens, np.flatnonzero(tokens == eod) + 1)[:-1]]
+
+
+def with_ends(documents: list[list[int]]) -> list[list[int]]:
+    return [[*ids, EOD] for ids in documents]
 
 
 class NotingEncoder(Encoder):

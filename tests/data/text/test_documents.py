@@ -25,7 +25,7 @@ from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.text.group_order import GroupOrder
 from megatron_zpp.data.text.samples import TextDataset, text_samples
 from megatron_zpp.tokenizer import build_tokenizer
-from tests.data.text.conftest import documents_of, json_lines, opened
+from tests.data.text.conftest import EOD, documents_of, json_lines, opened, with_ends
 from tests.support import refusal
 from tests.tools.run import succeed
 from tests.tools.test_preprocess_data import AWKWARD
@@ -70,8 +70,7 @@ def test_lines_without_a_document_are_skipped_on_request(tmp_path: Path) -> None
     """The lines that preprocess_data.py skips."""
     (tmp_path / "x.jsonl").write_bytes(AWKWARD)
     text = opened(str(tmp_path / "x.jsonl"), append_eod=True, skip_bad_lines=True)
-    expected = [[1, 2], [3], [9] * 400_000, [10]]
-    assert documents_of(text, 70_000) == [[*ids, 70_000] for ids in expected]
+    assert documents_of(text, EOD) == with_ends([[1, 2], [3], [9] * 400_000, [10]])
     with pytest.raises(ValueError, match=r"x\.jsonl line 6: malformed line: .*--skip-bad-lines$"):
         documents_of(opened(str(tmp_path / "x.jsonl"), append_eod=True), 70_000)  # from the same cache
 
@@ -165,7 +164,7 @@ def test_a_hub_data_set_gives_its_rows(
     parts = {hub: documents, f"{hub}:default:test": few, f"{hub}::train+test": documents + few}
     for name, rows in parts.items():
         text = opened(f"hf:{name}", json_key="content", append_eod=True, num_workers=1)
-        assert documents_of(text, 70_000) == [[*ids, 70_000] for ids in rows], name
+        assert documents_of(text, EOD) == with_ends(rows), name
     with pytest.raises(
         ValueError, match=r"^--json-key text: hf:.* has no such column; it has number, content$"
     ):
@@ -176,9 +175,11 @@ def test_a_hub_data_set_gives_its_rows(
         documents_of(opened(f"hf:{hub}", json_key="number"), 0)
     (tmp_path / "lines").mkdir()
     (tmp_path / "lines" / "a.jsonl.gz").write_bytes(gzip.compress(json_lines(few)))
-    assert documents_of(opened(f"hf:{tmp_path / 'lines'}", append_eod=True), 70_000) == [
-        [*ids, 70_000] for ids in few
-    ]
+    assert documents_of(opened(f"hf:{tmp_path / 'lines'}", append_eod=True), EOD) == with_ends(few)
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.csv").write_text("text,n\n1 2,0\n3 4,1\n")
+    with pytest.raises(ValueError, match=r"^--data-path hf:.*/csv: its files are not Parquet .*to_json"):
+        opened(f"hf:{tmp_path / 'csv'}")
     assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
@@ -194,13 +195,12 @@ def test_without_locks_processes_that_come_at_once_find_the_same(
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     path = tmp_path / "text.jsonl.gz"
     path.write_bytes(gzip.compress(json_lines(documents)))
-    expected = [[*ids, 70_000] for ids in documents]
     barrier = threading.Barrier(4)
 
     def open_and_read(_: int) -> list[list[int]]:
         barrier.wait()
-        return documents_of(opened(str(path), append_eod=True), 70_000)
+        return documents_of(opened(str(path), append_eod=True), EOD)
 
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(open_and_read, range(4))) == [expected] * 4
+        assert list(pool.map(open_and_read, range(4))) == [with_ends(documents)] * 4
     assert not list(tmp_path.rglob("*.partial"))

@@ -22,10 +22,8 @@ from megatron_zpp.data.text.samples import text_samples
 from megatron_zpp.data.text.shards import parquet as parquet_shards
 from megatron_zpp.data.text.shards.text import ShardedText, _bytes_of_block, open_shards
 from megatron_zpp.data.text.sources import fingerprint_of
-from tests.data.text.conftest import documents_of, json_lines, opened
+from tests.data.text.conftest import EOD, documents_of, json_lines, opened, with_ends
 from tests.support import flipped, nightly, refusal
-
-EOD = 70_000
 
 
 def write_shards(
@@ -49,10 +47,6 @@ def write_shards(
     return str(directory / f"*.{kind}")
 
 
-def with_ends(documents: list[list[int]]) -> list[list[int]]:
-    return [[*ids, EOD] for ids in documents]
-
-
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "json.zst"])
 def test_shards_hold_all_documents(documents: list[list[int]], tmp_path: Path, kind: str) -> None:
     text = opened(write_shards(tmp_path / "shards", kind, documents), append_eod=True)
@@ -63,16 +57,6 @@ def test_shards_hold_all_documents(documents: list[list[int]], tmp_path: Path, k
     again = opened(str(tmp_path / f"shards/*.{kind}"), data_cache_path=str(tmp_path / "new"), append_eod=True)
     parts = [again.tokens(np.array([block])) for block in shuffled.tolist()]  # backwards, too
     assert np.array_equal(np.concatenate(parts), text.tokens(shuffled))
-
-
-def test_other_formats_of_the_hub_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "train.csv").write_text("text,n\n1 2,0\n3 4,1\n")
-    with pytest.raises(ValueError, match=r"^--data-path hf:.*/set: its files are not Parquet .*to_json"):
-        opened(f"hf:{tmp_path / 'set'}")
 
 
 def test_lines_belong_to_the_chunk_in_which_they_begin() -> None:

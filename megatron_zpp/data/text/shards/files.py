@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -44,7 +45,9 @@ class ShardFile:
     def open(self) -> BinaryIO:
         """Open the file for reading. Raises ValueError if it was changed or removed during the run."""
         if self.remote:
-            files, path = _file_system(self.path)
+            from fsspec.core import url_to_fs
+
+            files, path = url_to_fs(self.path)
             return files.open(path, "rb")
         self.check()
         return open_stream(self.path)
@@ -54,6 +57,52 @@ class ShardFile:
         if not self.remote:
             fix = "the shard was there when the run began: restore it"
             check_unchanged(self.path, self.path, (self.size, self.modified), fix)
+
+
+class Shard(ABC):
+    """A file that is cut into pieces. Picklable.
+
+    Some files can only be read forward, item by item: pieces or rows. Such a file stays open between reads,
+    and the next read continues after the last item.
+    """
+
+    file: ShardFile
+    pieces: int
+    entries: Sequence[int]  # pieces at which reading can begin; others are read after the pieces before
+    _items: Generator[bytes, None, None] | None = None  # from number `_next` on; holds the file open
+    _next = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_items": None, "_next": 0}
+
+    @abstractmethod
+    def read(self, piece: int) -> bytes:
+        """Return the documents of a piece as JSON lines. Raises ValueError if the file is damaged."""
+
+    @abstractmethod
+    def location(self, piece: int, line: int) -> str:
+        """Return the location of a line of a piece, counted from 1."""
+
+    def close(self) -> None:
+        """Close the file; the next read opens it again."""
+        if self._items is not None:
+            self._items.close()
+        self._items, self._next = None, 0
+
+    def _begin(self, items: Generator[bytes, None, None], first: int) -> None:
+        """Read from `items` from now on, which begin at number `first`."""
+        self.close()
+        self._items, self._next = items, first
+
+    def _take(self, first: int, last: int) -> list[bytes]:
+        """Return the items [first, last); those before are read, and not kept."""
+        items, self._items = self._items, None  # an error ends the iterator, which then is not used again
+        assert items is not None, f"{self.file.path}: nothing has begun"
+        for _ in range(self._next, first):
+            next(items)
+        found = [next(items) for _ in range(first, last)]
+        self._items, self._next = items, last
+        return found
 
 
 def examine_files(flag: str, paths: Sequence[str]) -> list[ShardFile]:
@@ -83,7 +132,9 @@ def _examine_local(path: str) -> ShardFile:
 
 
 def _examine_remote(url: str) -> ShardFile:
-    files, path = _file_system(url)
+    from fsspec.core import url_to_fs
+
+    files, path = url_to_fs(url)
     # Without commits, the hub answers for a whole directory at a time.
     info: Mapping[str, Any] = files.info(path, **({"expand_info": False} if url.startswith("hf:") else {}))
     version = {key: str(info[key]) for key in _IDENTIFIERS if info.get(key)}
@@ -93,10 +144,3 @@ def _examine_remote(url: str) -> ShardFile:
 
 def _is_url(path: str) -> bool:
     return "://" in path
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    from fsspec.core import url_to_fs
-
-    files, path = url_to_fs(url)
-    return files, path

@@ -6,7 +6,7 @@ A row group can only be read from its beginning. So a piece is part of a row gro
 import bisect
 import hashlib
 import json
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.text.shards.files import THREADS, ShardFile
+from megatron_zpp.data.text.shards.files import THREADS, Shard, ShardFile
 from megatron_zpp.storage.files import locked, write_text
 
 _BATCH_ROWS = 64  # decoded at a time, so that an error names a row within 64 of the damage
@@ -42,46 +42,25 @@ class RowGroups:
         return bisect.bisect_right(self.rows, row) - 1
 
 
-class ParquetShard:
-    """A Parquet file; an open file continues after the last row read, and row groups are found by seeking."""
+class ParquetShard(Shard):
+    """A Parquet file, whose items are rows as JSON lines; row groups are found by seeking."""
 
     def __init__(self, file: ShardFile, key: str, groups: RowGroups, block_bytes: int) -> None:
         self.file, self._key, self._groups = file, key, groups
         self._cuts = _cut(groups, block_bytes)  # (first piece, first byte), and the end
         self.pieces = self._cuts[-1][0]
         self.entries: Sequence[int] = [piece for piece, _ in self._cuts[:-1]]
-        self._rows: Generator[bytes, None, None] | None = None  # JSON lines from row `_next` on
-        self._next = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_rows": None, "_next": 0}
-
-    def close(self) -> None:
-        """Close the file; the next read opens it again."""
-        if self._rows is not None:
-            self._rows.close()
-        self._rows, self._next = None, 0
 
     def read(self, piece: int) -> bytes:
-        """Return the rows of a piece as JSON lines. Raises ValueError if the file is damaged."""
         first, last = self._edge(piece), self._edge(piece + 1)
         if first == last:
             return b""
-        ahead = self._rows is not None and self._next <= first
-        if not ahead or self._groups.group_of(self._next) < self._groups.group_of(first):
-            group = self._groups.group_of(first)
-            self.close()
-            self._next = self._groups.rows[group]
-            self._rows = self._lines(group)
-        rows = self._rows
-        assert rows is not None
-        self._rows = None  # an error below ends the iterator, which then must not be used again
-        lines = [next(rows) for _ in range(self._next, last)][first - self._next :]
-        self._rows, self._next = rows, last
-        return b"".join(lines)
+        group, ahead = self._groups.group_of(first), self._items is not None and self._next <= first
+        if not ahead or self._groups.group_of(self._next) < group:
+            self._begin(self._lines(group), self._groups.rows[group])
+        return b"".join(self._take(first, last))
 
     def location(self, piece: int, line: int) -> str:
-        """Return the location of a row of a piece, counted from 1."""
         return f"{self.file.path} row {self._edge(piece) + line}"
 
     def _edge(self, piece: int) -> int:
@@ -98,8 +77,9 @@ class ParquetShard:
                 row, last = self._groups.rows[number : number + 2]
                 try:
                     file = file or _open(raw)
-                    for batch in _batches(file, self._key, number):
-                        lines = _json_lines(self._key, batch)
+                    reading = {"row_groups": [number], "columns": [self._key], "use_threads": False}
+                    for batch in file.iter_batches(_BATCH_ROWS, **reading):
+                        lines = _json_lines(self._key, batch.column(0))
                         yield from lines
                         row += len(lines)
                 except Exception as error:  # pyarrow raises subclasses of several built-in errors
@@ -125,11 +105,6 @@ def _open(raw: Any) -> Any:
     return pyarrow.parquet.ParquetFile(
         raw, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
     )
-
-
-def _batches(file: Any, key: str, group: int) -> Iterator[Any]:
-    for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[key], use_threads=False):
-        yield batch.column(0)
 
 
 def _json_lines(key: str, column: Any) -> list[bytes]:

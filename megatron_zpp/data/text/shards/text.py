@@ -3,21 +3,23 @@
 import copy
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.values.text import PARQUET, SUFFIXES
+from megatron_zpp.config.words import counted
 from megatron_zpp.data.samples import ShardRecord
-from megatron_zpp.data.text.shards.files import ShardFile, examine_files
+from megatron_zpp.data.text.shards.files import Shard, examine_files
 from megatron_zpp.data.text.shards.json_lines import CompressedShard, JsonLinesShard
 from megatron_zpp.data.text.shards.order import ShardOrder
 from megatron_zpp.data.text.shards.parquet import ParquetShard, read_indexes
+from megatron_zpp.data.text.sources import TextSource
 
 # About a thousand blocks of 1 KiB to 1 MiB; in more than 64 GiB of text the blocks grow to 4 MiB.
 _BLOCKS, _MANY_BLOCKS = 1024, 1 << 16
@@ -29,24 +31,7 @@ _STRETCHES, _LONGEST = 128, 64  # of a text; blocks
 _OPEN = 16  # files that stay open for the next block
 
 
-class Shard(Protocol):
-    """A file that is cut into pieces. Picklable."""
-
-    file: ShardFile
-    pieces: int
-    entries: Sequence[int]  # pieces at which reading can begin; others are read after the pieces before
-
-    def read(self, piece: int) -> bytes:
-        """Return the documents of a piece as JSON lines. Raises ValueError if the file is damaged."""
-
-    def location(self, piece: int, line: int) -> str:
-        """Return the location of a line of a piece, counted from 1."""
-
-    def close(self) -> None:
-        """Close the file; the next read opens it again."""
-
-
-class ShardedText:
+class ShardedText(TextSource):
     """The pieces of all shards, in the order of the shards."""
 
     def __init__(
@@ -64,7 +49,7 @@ class ShardedText:
         self.stretches = np.array([0, *self._stretch_ends()])
         contents = hashlib.sha256("\n".join(shard.file.contents for shard in shards).encode())
         modified = hashlib.sha256("\n".join(str(shard.file.modified) for shard in shards).encode())
-        self.made_of: Mapping[str, Any] = {
+        self.made_of = {
             "name": name,
             "shards": len(shards),
             "contents": contents.hexdigest(),
@@ -85,7 +70,6 @@ class ShardedText:
         return ShardOrder(first, last, group, seed, stretches=self.stretches)
 
     def shard_records(self) -> tuple[ShardRecord, ...]:
-        """Return what a checkpoint keeps of each shard."""
         return tuple(shard.file.record() for shard in self._shards)
 
     def read(self, block: int) -> bytes:
@@ -106,8 +90,7 @@ class ShardedText:
 
     def describe(self, blocks: int) -> str:
         count = len(self._shards)
-        text = f"about {self.size * blocks // self.blocks:,} of {self.size:,} bytes of text"
-        return f"{text} in {count:,} shard{'s' if count > 1 else ''}"
+        return f"{super().describe(blocks)} in {counted(count, 'shard')}"
 
     def _find(self, block: int) -> tuple[int, int]:
         """Return (shard, its piece) of a block."""
