@@ -24,7 +24,7 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read_back import read_back
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.together import load_newest
-from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
+from megatron_zpp.checkpoint.write import write_checkpoint
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Exchange
@@ -180,9 +180,8 @@ class ZeroEngine(engine.ZeroEngine):
             self, Progress(self.iteration), with_optimizer=True, config=asdict(self._config), tokenizer={}
         )
         path = location(os.fspath(directory)) / checkpoint_name(self.iteration)
-        shards, options = shards_of(self, with_optimizer=True), SaveOptions(files=self._files)
-        exchange = self._exchange("save")
-        path, checksums = write_checkpoint(path, shards, state | {"extra": extra}, exchange, options)
+        shards, exchange = shards_of(self, with_optimizer=True), self._exchange("save")
+        path, checksums = write_checkpoint(path, shards, state | {"extra": extra}, exchange, self._files)
         if keep_last is not None:
             read_back(path, checksums, self._exchange("read-back"), self._files)
             if self.mesh.rank == 0:

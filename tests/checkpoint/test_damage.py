@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.checkpoint.directory import checkpoint_path
+from megatron_zpp.checkpoint.directory import checkpoint_name
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.manifest import MANIFEST, MARKER, write_manifest
 from megatron_zpp.checkpoint.read import CheckpointReader
@@ -147,7 +147,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("suffix", ["", ".sha256"])
 def test_a_file_of_another_rank_or_checkpoint_is_found(sharded: Path, suffix: str) -> None:
     """Of the same size, and undamaged; alone, or together with the sidecar that belongs to it."""
-    other = checkpoint_path(sharded.parent, SECOND.iteration)
+    other = sharded.parent / checkpoint_name(SECOND.iteration)
     one, two = (shard_file_name(rank) + suffix for rank in (0, 1))
     content = (sharded / one).read_bytes()
     for source in (sharded / two, other / one):
