@@ -75,7 +75,9 @@ def test_programs_read_it_after_the_original_files_are_gone(
     sample.main()
     monkeypatch.setattr(sys, "argv", ["export", "../run", "exported"])
     export_checkpoint.main()
-    assert text in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert text in said
+    assert ("no tokenizer is written" in said) == (kind == "NullTokenizer")
     assert (tmp_path / "elsewhere/exported/tokenizer.json").exists() == bool(FILES[kind])
 
 
