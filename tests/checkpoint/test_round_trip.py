@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.faults.engines import train
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.states import formats_of_units
-from tests.checkpoint.saving import TOKENIZER, digests, save, small, train
+from tests.checkpoint.saving import TOKENIZER, digests, save, small
 from tests.zero.engines import weights_of
 
 
@@ -19,7 +20,7 @@ def test_runs_with_and_without_quantisation_load_each_others_states(tmp_path: Pa
     saved, places = [], []
     for number, settings in enumerate(blocks):
         engine = small(zero_stage=3, **settings)
-        train(engine, 2, seed=2)
+        train(engine, seed=2)
         saved.append((save(tmp_path / str(number), engine), digests(engine)))
         places.append([unit.layout.offsets for unit in engine.units])
         with CheckpointReader(saved[-1][0]) as reader:
@@ -42,7 +43,7 @@ def test_runs_with_and_without_quantisation_load_each_others_states(tmp_path: Pa
 
 def test_without_the_optimizer_only_weights_come_back(tmp_path: Path) -> None:
     engine = small()
-    train(engine, 2, seed=2)
+    train(engine, seed=2)
     path = save(tmp_path, engine, with_optimizer=False)
     other = small(seed=99)
     load_checkpoint(path, other, TOKENIZER, with_optimizer=False)
