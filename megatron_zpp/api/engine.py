@@ -4,7 +4,6 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
@@ -197,11 +196,9 @@ class ZeroEngine(engine.ZeroEngine):
         A damaged checkpoint is said and passed over for the one before. Raises ValueError if none is whole,
         or if one is of another model or optimizer. `optimizer=False` loads weights and buffers alone.
         """
-        on_gpu = self.device.type == "cuda"
 
         def load(path: Location, on_progress: OnProgress) -> Any:
-            with torch.cuda.device(self.device) if on_gpu else nullcontext():  # a thread begins with device 0
-                load_checkpoint(path, self, None, with_optimizer=optimizer, on_progress=on_progress)
+            load_checkpoint(path, self, None, with_optimizer=optimizer, on_progress=on_progress)
             return saved_state(path).get("extra")
 
         found = load_newest(os.fspath(directory), iteration, load, self._exchange, self._files, "load")

@@ -1,7 +1,7 @@
 """Loads a checkpoint into an engine of any stage, data and tensor ranks."""
 
 import json
-from collections.abc import Collection
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,6 @@ from megatron_zpp.checkpoint.states import (
 )
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.placement import within
 from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import read_limited
@@ -42,14 +41,17 @@ def load_checkpoint(
     error the engine's states are undefined until another checkpoint is loaded. Nothing is sent, so ranks may
     fail independently.
     """
-    with CheckpointReader(path, on_progress) as reader:
+    on_gpu = engine.device.type == "cuda"
+    on_device = torch.cuda.device(engine.device) if on_gpu else nullcontext()  # a thread begins with device 0
+    with on_device, CheckpointReader(path, on_progress) as reader:
         if tokenizer is not None:
             check_tokenizer(path, reader.state["tokenizer"], tokenizer)
         model = engine.model.config if isinstance(engine.model, GPT) else None
         saved_model = reader.state["config"].get("model")
-        padded = check_units(path, reader.units, describe_units(engine), saved_model, model)
+        present = describe_units(engine)
+        check_units(path, reader.units, present, saved_model, model)
         _load_buffers(reader, engine)
-        _load(WEIGHTS, reader, engine, padded)
+        _load(WEIGHTS, reader, engine)
         if with_optimizer:
             if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
                 raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
@@ -60,21 +62,20 @@ def load_checkpoint(
             for kind in engine.states.kinds[1:]:
                 if kind == REFERENCE:
                     if kind in saved:  # otherwise the reference starts as the weights
-                        _load(kind, reader, engine, padded)
+                        _load(kind, reader, engine)
                 elif is_residual(kind):
-                    _load_residual(kind, reader, engine, padded)
+                    _load_residual(kind, reader, engine)
                 elif reader.state["with_optimizer"] and not (kind == MOMENTUM and kind not in saved):
                     if "kinds" in reader.state and kind not in saved:
                         there = ", ".join(saved[1:])
                         raise ValueError(
                             f"{path}: has no {kind}, which this optimizer needs; it was saved with {there}"
                         )
-                    _load(kind, reader, engine, padded)
+                    _load(kind, reader, engine)
                 else:  # no step was taken (imported weights), or AdamW took them and had no momentum
                     engine.states.fill(kind, lambda unit, elements, target: target.zero_())
             engine.states.load_row_moments(reader.read_row_moments)
             formats = reader.state.get("difference_formats") if REFERENCE in saved else None
-            present = describe_units(engine)
             engine.states.load_difference_formats(formats_of_units(formats, reader.units, present))
             if engine.scaling is not None:
                 engine.scaling.load_state(reader.state.get("product_scaling"))
@@ -117,12 +118,12 @@ def _load_buffers(reader: CheckpointReader, engine: ZeroEngine) -> None:
         buffer.copy_(target)
 
 
-def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine, padded: Collection[str]) -> None:
-    """Read one kind of states; tables of `padded` may have more rows than saved, which are zero, or fewer."""
-    engine.states.fill(kind, partial(_fill, kind, reader, engine, padded))
+def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
+    """Read one kind of states."""
+    engine.states.fill(kind, partial(_read, kind, reader, engine))
 
 
-def _load_residual(kind: str, reader: CheckpointReader, engine: ZeroEngine, padded: Collection[str]) -> None:
+def _load_residual(kind: str, reader: CheckpointReader, engine: ZeroEngine) -> None:
     """Read what codes had lost, in one kind or several; what was not saved is zero."""
     saved = residuals_from(kind, engine.states.kinds, reader.state.get("kinds", ()))
 
@@ -130,23 +131,13 @@ def _load_residual(kind: str, reader: CheckpointReader, engine: ZeroEngine, padd
         part = torch.empty_like(target)
         target.zero_()
         for each in saved:
-            _fill(each, reader, engine, padded, index, elements, part)
+            _read(each, reader, engine, index, elements, part)
             target.add_(part)
 
     engine.states.fill(kind, fill)
 
 
-def _fill(
-    kind: str,
-    reader: CheckpointReader,
-    engine: ZeroEngine,
-    padded: Collection[str],
-    index: int,
-    elements: range,
-    target: Tensor,
+def _read(
+    kind: str, reader: CheckpointReader, engine: ZeroEngine, index: int, elements: range, target: Tensor
 ) -> None:
-    layout = engine.units[index].layout
-    for piece in layout.pieces_in(elements):
-        if piece.placement.name in padded:
-            target[within(piece.at, elements)].zero_()
-    reader.read_shard(kind, layout, elements, target, engine.mesh)
+    reader.read_shard(kind, engine.units[index].layout, elements, target, engine.mesh)

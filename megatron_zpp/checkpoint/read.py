@@ -143,12 +143,15 @@ class CheckpointReader:
         """Fill `target` (len(elements),) with elements of a unit's flat buffer, as the rank of `mesh` has it.
 
         All are fp32 and on the CPU. They are found by parameter and slice, wherever the saved units have
-        them. Gaps are zero.
+        them. Gaps are zero, and rows of a table that was saved with fewer.
         """
         for gap in layout.gaps_in(elements):
             target[gap].zero_()
         for piece in layout.pieces_in(elements):
-            self._fill(kind, piece, mesh, target[within(piece.at, elements)])
+            part = target[within(piece.at, elements)]
+            if piece.placement.shape != self._shapes[piece.placement.name]:
+                part.zero_()
+            self._fill(kind, piece, mesh, part)
 
     def read_buffer(self, name: str, target: Tensor) -> None:
         """Fill `target`, on the CPU and contiguous, with a saved buffer of its shape and dtype."""
