@@ -1,6 +1,5 @@
 """Sharded checkpoints of small models, read as ours and as transformers', and a tokenizer of bytes."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -52,9 +51,3 @@ def as_transformers(ours: GPT) -> "transformers.PreTrainedModel":
                 weight = weights[names.with_prefix(tensor.name)]
                 weight.copy_(part.T if tensor.transposed else part[: len(weight)])
     return theirs
-
-
-def quiet() -> None:
-    """Keeps transformers from telling of progress."""
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    transformers.logging.set_verbosity_error()

@@ -10,7 +10,7 @@ import transformers
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.generate.loading import load_model
-from tests.checkpoint.huggingface.gpt2 import SHAPE_FLAGS, SOURCE, check_equal, logits, save, theirs
+from tests.checkpoint.huggingface.gpt2 import SHAPE_FLAGS, SOURCE, check_equal, save, theirs
 from tests.model.families import ours as imported
 from tests.support import trained
 from tests.tokenizer.test_tokenizers import ORDINARY
@@ -21,15 +21,13 @@ def test_a_run_is_exported(tool: Callable[..., str], bpe: Path, tmp_path: Path) 
     flags = [*SHAPE_FLAGS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(bpe)]
     flags += "--zero-stage 3 --train-iters 2 --lr 1e-2 --save".split()
     trained(*flags, str(tmp_path / "run"), processes=2)
-    tool("export", tmp_path / "run", tmp_path / "out")
+    assert "logits: largest difference from" in tool("export", tmp_path / "run", tmp_path / "out")
     model, tokenizer = load_model(str(tmp_path / "run"), None)
     again = dict(imported(tmp_path / "out").named_parameters())
     assert len(again) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
         rows = tokenizer.vocab_size if name == "embedding.tokens.weight" else len(parameter)
         assert torch.equal(again[name][:rows], parameter[:rows]), name
-    tokens = torch.randint(tokenizer.vocab_size, (2, 19))
-    assert torch.allclose(model(tokens), logits(tmp_path / "out", tokens), atol=1e-5, rtol=1e-5)
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert auto.eos_token_id == tokenizer.eod
     assert len(auto) == tokenizer.vocab_size
