@@ -4,7 +4,9 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from benchmarks.faults.network import Link
+from megatron_zpp.commands.scripts import COMMANDS
 
 if TYPE_CHECKING:
     from tests.object_server import ObjectServer
@@ -51,6 +54,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     places = {tests / f"{file}.py": place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(LONGEST)))
+
+
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command of `megatron-zpp` in this process, with arguments, and return what it prints."""
+
+    def run(command: str, *argv: object) -> str:
+        monkeypatch.setattr(sys, "argv", [f"megatron-zpp {command}", *map(str, argv)])
+        capsys.readouterr()
+        import_module(f"megatron_zpp.{COMMANDS[command].module}").main()
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.faults.engines import TOKENIZER, save, small, states, train
 from benchmarks.faults.injection import FAULTS as DISK_FAULTS
 from benchmarks.faults.injection import PART, Calls, Fault
-from megatron_zpp.checkpoint.directory import TRACKER, candidates, checkpoint_path, committed, remove_old
+from megatron_zpp.checkpoint.directory import TRACKER, candidates, checkpoint_name, committed, remove_old
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.data import DataConfig
@@ -173,7 +173,7 @@ def checkpoints(one: Path, two: Path, name: str, settings: dict[str, Any]) -> It
 
     def rotating(here: Path) -> None:
         saving(3, here)
-        remove_old(here, 1, None, newest=checkpoint_path(here, 3))
+        remove_old(here, 1, None, newest=here / checkpoint_name(3))
 
     def loading(here: Path) -> None:
         (newest, _) = candidates(str(here))

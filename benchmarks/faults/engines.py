@@ -7,12 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.directory import checkpoint_path
+from megatron_zpp.checkpoint.directory import checkpoint_name
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read_back import read_back
 from megatron_zpp.checkpoint.states import describe_state, shards_of
-from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
+from megatron_zpp.checkpoint.write import write_checkpoint
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
@@ -79,20 +79,18 @@ def save(
     may_write: Callable[[], None] = lambda: None,
 ) -> Location:
     """A checkpoint of `progress`, of all ranks."""
-    path = checkpoint_path(directory, progress.iteration)
+    path = directory / checkpoint_name(progress.iteration)
     ranks = engine.topology.world_size
     store = dist.HashStore() if ranks == 1 else dist.distributed_c10d._get_default_store()
-    options = SaveOptions(may_write=may_write, files=files or FileWorker())
+    files = files or FileWorker()
     state = describe_state(
         engine, progress, with_optimizer=with_optimizer, config=config or {}, tokenizer=TOKENIZER
     )
     shards = shards_of(engine, with_optimizer=with_optimizer)
     exchange = Exchange(store, engine.topology, timeout, f"save/{path}")
-    written, checksums = write_checkpoint(path, shards, state, exchange, options)
+    written, checksums = write_checkpoint(path, shards, state, exchange, files, may_write=may_write)
     if reads_back:
-        read_back(
-            written, checksums, Exchange(store, engine.topology, timeout, f"read back/{path}"), options.files
-        )
+        read_back(written, checksums, Exchange(store, engine.topology, timeout, f"read back/{path}"), files)
     return written
 
 

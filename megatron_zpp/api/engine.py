@@ -4,7 +4,6 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
@@ -24,7 +23,7 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read_back import read_back
 from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.together import load_newest
-from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
+from megatron_zpp.checkpoint.write import write_checkpoint
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Exchange
@@ -180,9 +179,8 @@ class ZeroEngine(engine.ZeroEngine):
             self, Progress(self.iteration), with_optimizer=True, config=asdict(self._config), tokenizer={}
         )
         path = location(os.fspath(directory)) / checkpoint_name(self.iteration)
-        shards, options = shards_of(self, with_optimizer=True), SaveOptions(files=self._files)
-        exchange = self._exchange("save")
-        path, checksums = write_checkpoint(path, shards, state | {"extra": extra}, exchange, options)
+        shards, exchange = shards_of(self, with_optimizer=True), self._exchange("save")
+        path, checksums = write_checkpoint(path, shards, state | {"extra": extra}, exchange, self._files)
         if keep_last is not None:
             read_back(path, checksums, self._exchange("read-back"), self._files)
             if self.mesh.rank == 0:
@@ -198,11 +196,9 @@ class ZeroEngine(engine.ZeroEngine):
         A damaged checkpoint is said and passed over for the one before. Raises ValueError if none is whole,
         or if one is of another model or optimizer. `optimizer=False` loads weights and buffers alone.
         """
-        on_gpu = self.device.type == "cuda"
 
         def load(path: Location, on_progress: OnProgress) -> Any:
-            with torch.cuda.device(self.device) if on_gpu else nullcontext():  # a thread begins with device 0
-                load_checkpoint(path, self, None, with_optimizer=optimizer, on_progress=on_progress)
+            load_checkpoint(path, self, None, with_optimizer=optimizer, on_progress=on_progress)
             return saved_state(path).get("extra")
 
         found = load_newest(os.fspath(directory), iteration, load, self._exchange, self._files, "load")

@@ -8,7 +8,7 @@
 Every rank must call the functions here. Rank 0 has the states.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +21,9 @@ from megatron_zpp.zero.model_states import (
     MOMENTUM,
     REFERENCE,
     WEIGHTS,
-    is_residual,
+    may_lack,
     owners_of,
-    residuals_from,
+    sources_of,
 )
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside
 
@@ -97,7 +97,7 @@ def load_state(
     if problem is not None:
         raise ValueError(problem)
     model = state["model"] if first else {}
-    _load(engine, WEIGHTS, {each.own: model[name] for name, each in names.items()} if first else {})
+    _load(engine, WEIGHTS, [{each.own: model[name] for name, each in names.items()}] if first else [])
     for name, buffer in engine.buffers.persistent().items():
         sent = model[name].to(engine.device, buffer.dtype).contiguous() if first else torch.empty_like(buffer)
         if engine.mesh.world_size > 1:
@@ -106,15 +106,9 @@ def load_state(
     if not optimizer:
         return
     for kind in engine.states.kinds[1:]:
-        if is_residual(kind):
-            summed = residuals_from(kind, engine.states.kinds, saved)
-            parts = [state["optimizer"].get(each, {}) for each in summed] if first else []
-            names_of = {name for part in parts for name in part}
-            _load(engine, kind, {name: torch.stack([p[name] for p in parts]).sum(0) for name in names_of})
-        elif kind in saved:
-            _load(engine, kind, state["optimizer"][kind] if first else {})
-        elif kind == MOMENTUM:  # of AdamW's states; and a reference begins as the weights
-            _load(engine, kind, {})
+        sources = sources_of(kind, engine.states.kinds, saved)
+        if sources or kind != REFERENCE:  # which otherwise begins as the weights
+            _load(engine, kind, [state["optimizer"].get(each, {}) for each in sources] if first else [])
     moments = state["optimizer"].get(_ROW_MOMENTS, {}) if first else {}
 
     def read(name: str, rows: Tensor) -> None:
@@ -160,13 +154,13 @@ def _gathered(engine: ZeroEngine, kind: str) -> dict[str, Tensor]:
     return found
 
 
-def _load(engine: ZeroEngine, kind: str, given: Mapping[str, Tensor]) -> None:
-    """Load one kind of states from rank 0's whole tensors; parameters without moments begin with zero."""
+def _load(engine: ZeroEngine, kind: str, parts: Sequence[Mapping[str, Tensor]]) -> None:
+    """Load one kind of states, the sum of rank 0's whole tensors, or zero."""
 
     def whole(placement: Placement) -> Tensor:
         values = torch.zeros(placement.shape, device=engine.device)
-        if placement.name in given:
-            values.copy_(given[placement.name])
+        if given := [part[placement.name] for part in parts if placement.name in part]:
+            values.copy_(sum(given[1:], given[0]))
         return _broadcast(engine, values)
 
     engine.states.load_whole(kind, whole)
@@ -206,8 +200,7 @@ def _problem(
     if optimizer and MOMENTUM in state["optimizer"] and MOMENTUM not in engine.states.kinds:
         return f"{MOMENTUM}: the state is Muon's, and has no moments of matrices; optimizer=False leaves it"
     for kind in engine.states.kinds[1:] if optimizer else ():
-        begins = kind in (REFERENCE, MOMENTUM) or is_residual(kind)  # without being saved
-        if kind not in state["optimizer"] and not begins:
+        if kind not in state["optimizer"] and not may_lack(kind):
             there = ", ".join(state["optimizer"]) or "nothing"
             return f"{kind}: missing from the state, whose optimizer has {there}"
     return None

@@ -39,11 +39,6 @@ def checkpoint_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def checkpoint_path(directory: AnyLocation, iteration: int) -> AnyLocation:
-    """The path of the checkpoint of an iteration."""
-    return directory / checkpoint_name(iteration)
-
-
 def iteration_of(path: Location) -> int | None:
     """The iteration in the name of a checkpoint; None for other names."""
     match = _NAME.fullmatch(path.name)

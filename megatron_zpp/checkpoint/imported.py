@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.checkpoint.directory import checkpoint_path
+from megatron_zpp.checkpoint.directory import checkpoint_name
+from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.states import describe_unit, tensor_name
-from megatron_zpp.checkpoint.write import SaveOptions, write_checkpoint
+from megatron_zpp.checkpoint.write import write_checkpoint
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.root import Config
@@ -83,8 +84,8 @@ def write_imported(
         "tokenizer": describe(tokenizer),
         "config": config.to_json(),
     }
-    path, exchange = checkpoint_path(target, 0), Exchange(dist.HashStore(), Topology(), _TIMEOUT, "import")
-    write_checkpoint(path, tensors, state, exchange, SaveOptions(), beside=tokenizer.files())
+    path, exchange = target / checkpoint_name(0), Exchange(dist.HashStore(), Topology(), _TIMEOUT, "import")
+    write_checkpoint(path, tensors, state, exchange, FileWorker(), beside=tokenizer.files())
     _check(path, read)
     return f"{path}: {MODEL} gives a run with --load {target} its model and tokenizer"
 

@@ -1,8 +1,8 @@
 """Loads a checkpoint into an engine of any stage, data and tensor ranks."""
 
 import json
-from collections.abc import Collection
-from functools import partial
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from megatron_zpp.checkpoint.states import (
 )
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.placement import within
 from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import read_limited
+from megatron_zpp.zero.adamw import MOMENTS
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.model_states import MOMENTUM, REFERENCE, WEIGHTS, is_residual, residuals_from
+from megatron_zpp.zero.model_states import MOMENTUM, REFERENCE, WEIGHTS, may_lack, sources_of
 
 
 def load_checkpoint(
@@ -42,39 +42,36 @@ def load_checkpoint(
     error the engine's states are undefined until another checkpoint is loaded. Nothing is sent, so ranks may
     fail independently.
     """
-    with CheckpointReader(path, on_progress) as reader:
+    on_gpu = engine.device.type == "cuda"
+    on_device = torch.cuda.device(engine.device) if on_gpu else nullcontext()  # a thread begins with device 0
+    with on_device, CheckpointReader(path, on_progress) as reader:
         if tokenizer is not None:
             check_tokenizer(path, reader.state["tokenizer"], tokenizer)
         model = engine.model.config if isinstance(engine.model, GPT) else None
         saved_model = reader.state["config"].get("model")
-        padded = check_units(path, reader.units, describe_units(engine), saved_model, model)
+        present = describe_units(engine)
+        check_units(path, reader.units, present, saved_model, model)
         _load_buffers(reader, engine)
-        _load(WEIGHTS, reader, engine, padded)
+        _load(WEIGHTS, [WEIGHTS], reader, engine)
         if with_optimizer:
             if not reader.state["with_optimizer"] and reader.state["optimizer_steps"]:
                 raise ValueError(f"{path}: saved with --no-save-optim; add --no-load-optim")
-            saved = reader.state.get("kinds", ())
+            saved = reader.state.get("kinds", (WEIGHTS, *MOMENTS) if reader.state["with_optimizer"] else ())
             if MOMENTUM in saved and MOMENTUM not in engine.states.kinds:
                 fix = "add --optimizer muon, or --no-load-optim"
                 raise ValueError(f"{path}: has no moments of the matrices that Muon trained; {fix}")
             for kind in engine.states.kinds[1:]:
-                if kind == REFERENCE:
-                    if kind in saved:  # otherwise the reference starts as the weights
-                        _load(kind, reader, engine, padded)
-                elif is_residual(kind):
-                    _load_residual(kind, reader, engine, padded)
-                elif reader.state["with_optimizer"] and not (kind == MOMENTUM and kind not in saved):
-                    if "kinds" in reader.state and kind not in saved:
-                        there = ", ".join(saved[1:])
-                        raise ValueError(
-                            f"{path}: has no {kind}, which this optimizer needs; it was saved with {there}"
-                        )
-                    _load(kind, reader, engine, padded)
-                else:  # no step was taken (imported weights), or AdamW took them and had no momentum
-                    engine.states.fill(kind, lambda unit, elements, target: target.zero_())
+                sources = sources_of(kind, engine.states.kinds, saved)
+                # Zero if no step was taken (imported weights), or if AdamW took them and had no momentum.
+                if not sources and reader.state["with_optimizer"] and not may_lack(kind):
+                    there = ", ".join(saved[1:])
+                    raise ValueError(
+                        f"{path}: has no {kind}, which this optimizer needs; it was saved with {there}"
+                    )
+                if sources or kind != REFERENCE:  # which otherwise starts as the weights
+                    _load(kind, sources, reader, engine)
             engine.states.load_row_moments(reader.read_row_moments)
             formats = reader.state.get("difference_formats") if REFERENCE in saved else None
-            present = describe_units(engine)
             engine.states.load_difference_formats(formats_of_units(formats, reader.units, present))
             if engine.scaling is not None:
                 engine.scaling.load_state(reader.state.get("product_scaling"))
@@ -117,36 +114,17 @@ def _load_buffers(reader: CheckpointReader, engine: ZeroEngine) -> None:
         buffer.copy_(target)
 
 
-def _load(kind: str, reader: CheckpointReader, engine: ZeroEngine, padded: Collection[str]) -> None:
-    """Read one kind of states; tables of `padded` may have more rows than saved, which are zero, or fewer."""
-    engine.states.fill(kind, partial(_fill, kind, reader, engine, padded))
-
-
-def _load_residual(kind: str, reader: CheckpointReader, engine: ZeroEngine, padded: Collection[str]) -> None:
-    """Read what codes had lost, in one kind or several; what was not saved is zero."""
-    saved = residuals_from(kind, engine.states.kinds, reader.state.get("kinds", ()))
+def _load(kind: str, sources: Sequence[str], reader: CheckpointReader, engine: ZeroEngine) -> None:
+    """Read one kind of states, the sum of saved ones; zero without any."""
 
     def fill(index: int, elements: range, target: Tensor) -> None:
-        part = torch.empty_like(target)
-        target.zero_()
-        for each in saved:
-            _fill(each, reader, engine, padded, index, elements, part)
-            target.add_(part)
+        if not sources:
+            target.zero_()
+        layout = engine.units[index].layout
+        for number, source in enumerate(sources):
+            part = torch.empty_like(target) if number else target
+            reader.read_shard(source, layout, elements, part, engine.mesh)
+            if number:
+                target.add_(part)
 
     engine.states.fill(kind, fill)
-
-
-def _fill(
-    kind: str,
-    reader: CheckpointReader,
-    engine: ZeroEngine,
-    padded: Collection[str],
-    index: int,
-    elements: range,
-    target: Tensor,
-) -> None:
-    layout = engine.units[index].layout
-    for piece in layout.pieces_in(elements):
-        if piece.placement.name in padded:
-            target[within(piece.at, elements)].zero_()
-    reader.read_shard(kind, layout, elements, target, engine.mesh)

@@ -1,7 +1,7 @@
 """Reads the elements of a checkpoint wherever its files have them, and checks all of their bytes."""
 
 import json
-import math
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -120,25 +120,38 @@ class CheckpointReader:
         except ValueError as error:
             raise DamagedFile(f"{self.path / STATE}: {error}") from None
 
-    def elements(self, kind: str, name: str, elements: range) -> Tensor:
-        """Elements of a whole parameter's fp32 weights or moment, (len(elements),) on the CPU."""
-        if len(elements) > sum(entry.size for entry in self._entries.values()):
-            raise DamagedFile(f"{self.path / STATE}: {name} has more elements than the files have bytes")
+    def parameter(self, name: str) -> Tensor:
+        """A parameter's weights, whole, in fp32 and on the CPU."""
         whole = Placement(name=name, shape=self._shapes[name])
-        found = torch.empty(len(elements))
-        self._fill(kind, Piece(whole, elements, elements), Mesh(), found)
-        return found
+        if whole.numel > sum(entry.size for entry in self._entries.values()):
+            raise DamagedFile(f"{self.path / STATE}: {name} has more elements than the files have bytes")
+        found, elements = torch.empty(whole.numel), range(whole.numel)
+        self._fill(WEIGHTS, Piece(whole, elements, elements), Mesh(), found)
+        return found.view(whole.shape)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """All weights by the model's names, for a program of one process."""
+        return {name: self.parameter(name) for name in self._shapes}
+
+    def check_model(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise DamagedFile unless these are the parameters, of the model that `config` describes."""
+        if self._shapes != shapes:
+            problem = "its weights are not those of the model that it describes"
+            raise DamagedFile(f"{self.path / STATE}: {problem}")
 
     def read_shard(self, kind: str, layout: Layout, elements: range, target: Tensor, mesh: Mesh) -> None:
         """Fill `target` (len(elements),) with elements of a unit's flat buffer, as the rank of `mesh` has it.
 
         All are fp32 and on the CPU. They are found by parameter and slice, wherever the saved units have
-        them. Gaps are zero.
+        them. Gaps are zero, and rows of a table that was saved with fewer.
         """
         for gap in layout.gaps_in(elements):
             target[gap].zero_()
         for piece in layout.pieces_in(elements):
-            self._fill(kind, piece, mesh, target[within(piece.at, elements)])
+            part = target[within(piece.at, elements)]
+            if piece.placement.shape != self._shapes[piece.placement.name]:
+                part.zero_()
+            self._fill(kind, piece, mesh, part)
 
     def read_buffer(self, name: str, target: Tensor) -> None:
         """Fill `target`, on the CPU and contiguous, with a saved buffer of its shape and dtype."""
@@ -225,13 +238,6 @@ class CheckpointReader:
                 places.setdefault(name, []).append(place)
                 self._shapes[name] = tuple(entry["shape"])
         return places
-
-    def parameters(self) -> dict[str, Tensor]:
-        """All weights by the model's names, whole and in fp32, for a program of one process."""
-        return {
-            name: self.elements(WEIGHTS, name, range(math.prod(shape))).view(shape)
-            for name, shape in self._shapes.items()
-        }
 
     def check_rest(self, reader: int, readers: int) -> None:
         """Check what has not been read yet of every `readers`th file of shards, starting at file `reader`.

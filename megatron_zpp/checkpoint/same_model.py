@@ -25,14 +25,14 @@ def check_units(
     path: Location,
     saved: list[dict[str, Any]],
     present: list[dict[str, Any]],
-    saved_model: Any = None,
-    model: ModelConfig | None = None,
-) -> set[str]:
+    saved_model: Any,
+    model: ModelConfig | None,
+) -> None:
     """Raise ValueError unless both have the same whole parameters; layouts and tensor ranks may differ.
 
-    Returns the names of tables whose vocabulary is the same and was padded to another multiple. The error
-    names the flag that differs if the settings of both models tell it: `saved_model`, by field, of a run that
-    may be of another version, and `model`, of this run.
+    The same vocabulary may be padded to another multiple. The error names the flag that differs if the
+    settings of both models tell it: `saved_model`, by field, of a run that may be of another version, and
+    `model`, of this run.
     """
     theirs, ours = (
         {name: entry for unit in units for name, entry in unit["parameters"].items()}
@@ -43,18 +43,14 @@ def check_units(
         raise _other_flag(path, saved_model, model) or ValueError(
             f"{path}: {name} is {where}; use the model flags that it was saved with"
         )
-    padded_otherwise = set()
     for name, entry in ours.items():
-        if theirs[name]["shape"] != entry["shape"]:
-            shapes = tuple(theirs[name]["shape"]), tuple(entry["shape"])
-            if name in TABLES and shapes[0][1:] == shapes[1][1:] and _same_vocabulary(saved_model, model):
-                padded_otherwise.add(name)
-                continue
+        was, now = tuple(theirs[name]["shape"]), tuple(entry["shape"])
+        padded = name in TABLES and was[1:] == now[1:] and _same_vocabulary(saved_model, model)
+        if was != now and not padded:
             raise _other_flag(path, saved_model, model) or ValueError(
-                f"{path}: {name} has shape {shapes[0]}, this model needs {shapes[1]}; use the model flags "
-                "that it was saved with"
+                f"{path}: {name} has shape {was}, this model needs {now}; use the model flags that it was "
+                "saved with"
             )
-    return padded_otherwise
 
 
 def _same_vocabulary(saved: Any, present: ModelConfig | None) -> bool:

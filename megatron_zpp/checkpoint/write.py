@@ -6,7 +6,6 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,31 +42,21 @@ def shard_file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SaveOptions:
-    """How a checkpoint is written.
-
-    `may_write`: rank 0 calls it before it creates or removes anything, and again before it commits; if it
-    raises OSError, the save fails with that error. `files` runs operations that may get stuck in the file
-    system.
-    """
-
-    may_write: Callable[[], None] = lambda: None
-    files: FileWorker = field(default_factory=FileWorker)
-
-
 def write_checkpoint(
     final: Location,
     tensors: Mapping[str, Tensor],
     state: dict[str, Any],
     exchange: Exchange,
-    options: SaveOptions,
+    files: FileWorker,
     *,
+    may_write: Callable[[], None] = lambda: None,
     beside: Mapping[str, bytes] | None = None,
 ) -> tuple[Location, Checksums]:
     """Write `final` from all ranks; each rank returns, or raises SaveFailed, once it knows the outcome.
 
-    Returns where the checkpoint is, and the checksums of this rank's file, for `read_back`. `beside`: the
+    Returns where the checkpoint is, and the checksums of this rank's file, for `read_back`. `files` runs
+    operations that may get stuck in the file system. Rank 0 calls `may_write` before it creates or removes
+    anything, and again before it commits; if it raises OSError, the save fails with that error. `beside`: the
     contents of more files by name, those of the tokenizer; rank 0 writes them.
 
     The checkpoint is committed only after all of it is durable. A save may take as long as some rank
@@ -77,45 +66,101 @@ def write_checkpoint(
     for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()  # another thread reads them on another stream
     by_rank_0 = exchange.topology.rank == 0
-    shards = _Shards(tensors)
+    save = _Save(final, tensors, exchange, files, may_write)
     try:
         if by_rank_0:
             texts = {**(beside or {}), STATE: (json.dumps(state, indent=1) + "\n").encode()}
-            version = format_version(state)
-            problem = _lead(final, shards, texts, version, exchange, options)
+            problem = save.lead(texts, format_version(state))
         else:
-            problem = _follow(final, shards, exchange, options)
+            problem = save.follow()
     except Abandoned as abandoned:
         problem = str(abandoned)
     except NoProgress as silence:
         problem = exchange.abandon(str(silence))
         if problem is None:  # rank 0 has decided to commit, and only the result is missing
-            problem = outcome(exchange)
+            problem = _outcome(exchange)
     if problem and by_rank_0:
-        if shards.directory is not None:  # else nothing was written
-            attempt(exchange, options, lambda on_progress: _remove(final, options.may_write))
+        if save.directory is not None:  # else nothing was written
+            save.attempt(lambda on_progress: _remove(final, may_write))
         exchange.put("outcome", problem)
     if problem:  # rank 0 may still wait for values, which therefore stay
         raise SaveFailed(problem)
     exchange.clear()
-    assert shards.checksums is not None, "committed without this rank's file"
-    directory = shards.directory
-    if directory is None or isinstance(directory, Path):
-        return final, shards.checksums
-    return directory, shards.checksums  # of an object store, what is written stays where it is
+    assert save.checksums is not None, "committed without this rank's file"
+    if save.directory is None or isinstance(save.directory, Path):
+        return final, save.checksums
+    return save.directory, save.checksums  # of an object store, what is written stays where it is
 
 
-class _Shards:
-    """What one rank writes: its tensors; and their file's checksums, once it is written."""
+class _Save:
+    """One rank's part of a save; the checksums of its file, once it is written."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
-        self.size = sum(tensor.nbytes for tensor in tensors.values())
-        self.full = ""  # why nothing more can be written to the file system, if that is so
+    def __init__(
+        self,
+        final: Location,
+        tensors: Mapping[str, Tensor],
+        exchange: Exchange,
+        files: FileWorker,
+        may_write: Callable[[], None],
+    ) -> None:
+        self._final, self._tensors, self._exchange = final, tensors, exchange
+        self._files, self._may_write = files, may_write
+        self._full = ""  # why nothing more can be written to the file system, if that is so
         self.checksums: Checksums | None = None
         self.directory: Location | None = None  # that all ranks write to
 
-    def write(self, path: Location, on_progress: OnProgress) -> SidecarDigest:
+    def lead(self, texts: Mapping[str, bytes], version: int) -> str | None:
+        """Do rank 0's part; returns why there is no new checkpoint, or None."""
+        exchange = self._exchange
+        partial, problem = self.attempt(lambda on_progress: _open(self._final, self._may_write))
+        exchange.put("open", {"problem": problem, "name": None if problem else partial.name})
+        if problem:
+            return problem
+        self._write_and_report(partial)
+        reports = exchange.gather("written")
+        problem = next((report["problem"] for report in reports if report["problem"]), None)
+        if full := next((report["full"] for report in reports if report["full"]), None):
+            problem = _no_space(full, partial, self._final, sum(report["size"] for report in reports))
+        if not problem:
+            _, problem = self.attempt(lambda on_progress: self._may_write())
+        if problem := exchange.abandon(problem) if problem else exchange.commit():
+            return problem
+        _, problem = self.attempt(
+            lambda on_progress: _commit(partial, self._final, texts, version, reports, on_progress)
+        )
+        if not problem:
+            exchange.put("outcome", None)
+        return problem
+
+    def follow(self) -> str | None:
+        """Do another rank's part; returns why there is no new checkpoint, or None."""
+        opened = self._exchange.get("open")
+        if opened["problem"]:
+            return opened["problem"]
+        places = {place.name: place for place in places_of(self._final)}
+        self._write_and_report(places[opened["name"]])
+        return self._exchange.get("outcome")
+
+    def attempt(self, action: Callable[[OnProgress], Any]) -> tuple[Any, str | None]:
+        """What an action returns, and why it failed, in one line; one is None.
+
+        Catches OSError and ValueError.
+        """
+        try:
+            return self._files.run(action, self._exchange), None
+        except (OSError, ValueError) as error:
+            return None, f"rank {self._exchange.topology.rank} on {platform.node()}: {one_line(error)}"
+
+    def _write_and_report(self, partial: Location) -> None:
+        """Write this rank's file and report the result to rank 0."""
+        path = partial / shard_file_name(self._exchange.topology.rank)
+        self.directory = partial
+        digest, problem = self.attempt(lambda on_progress: self._write(path, on_progress))
+        size = sum(tensor.nbytes for tensor in self._tensors.values())
+        report = {"problem": problem, "size": size, "full": self._full}
+        self._exchange.contribute("written", report | {"digest": None if problem else digest.to_json()})
+
+    def _write(self, path: Location, on_progress: OnProgress) -> SidecarDigest:
         """Write file and sidecar, and make them durable."""
         try:
             self.checksums = write_shard_file(path, self._tensors, on_progress)
@@ -124,53 +169,13 @@ class _Shards:
             if error.strerror is None:
                 raise
             if error.errno in _FULL:
-                self.full = error.strerror
+                self._full = error.strerror
             raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
         on_progress()
         return digest
 
 
-def _lead(
-    final: Location,
-    shards: _Shards,
-    texts: Mapping[str, bytes],
-    version: int,
-    exchange: Exchange,
-    options: SaveOptions,
-) -> str | None:
-    """Rank 0's part of a save; returns why there is no new checkpoint, or None."""
-    partial, problem = attempt(exchange, options, lambda on_progress: _open(final, options.may_write))
-    exchange.put("open", {"problem": problem, "name": None if problem else partial.name})
-    if problem:
-        return problem
-    _write_and_report(partial, shards, exchange, options)
-    reports = exchange.gather("written")
-    problem = next((report["problem"] for report in reports if report["problem"]), None)
-    if full := next((report["full"] for report in reports if report["full"]), None):
-        problem = _no_space(full, partial, final, sum(report["size"] for report in reports))
-    if not problem:
-        _, problem = attempt(exchange, options, lambda on_progress: options.may_write())
-    if problem := exchange.abandon(problem) if problem else exchange.commit():
-        return problem
-    _, problem = attempt(
-        exchange, options, lambda on_progress: _commit(partial, final, texts, version, reports, on_progress)
-    )
-    if not problem:
-        exchange.put("outcome", None)
-    return problem
-
-
-def _follow(final: Location, shards: _Shards, exchange: Exchange, options: SaveOptions) -> str | None:
-    """Another rank's part of a save; returns why there is no new checkpoint, or None."""
-    opened = exchange.get("open")
-    if opened["problem"]:
-        return opened["problem"]
-    places = {place.name: place for place in places_of(final)}
-    _write_and_report(places[opened["name"]], shards, exchange, options)
-    return exchange.get("outcome")
-
-
-def outcome(exchange: Exchange) -> str | None:
+def _outcome(exchange: Exchange) -> str | None:
     """The result that rank 0 publishes after a `commit`.
 
     If rank 0 is dead, its missing heartbeat ends this process.
@@ -180,15 +185,6 @@ def outcome(exchange: Exchange) -> str | None:
             return exchange.get("outcome")
 
 
-def _write_and_report(partial: Location, shards: _Shards, exchange: Exchange, options: SaveOptions) -> None:
-    """Write this rank's file and report the result to rank 0."""
-    path = partial / shard_file_name(exchange.topology.rank)
-    shards.directory = partial
-    digest, problem = attempt(exchange, options, lambda on_progress: shards.write(path, on_progress))
-    report = {"problem": problem, "size": shards.size, "full": shards.full}
-    exchange.contribute("written", report | {"digest": None if problem else digest.to_json()})
-
-
 def _no_space(reason: str, partial: Location, final: Location, needed: int) -> str:
     """Why a checkpoint of `needed` bytes has no place: the space free without what is written of it."""
     free = 0
@@ -196,16 +192,6 @@ def _no_space(reason: str, partial: Location, final: Location, needed: int) -> s
         if isinstance(partial, Path):
             free = shutil.disk_usage(partial).free + sum(file.stat().st_size for file in partial.iterdir())
     return f"{final}: {reason}: it needs {needed:,} bytes, and {free:,} are free"
-
-
-def attempt(
-    exchange: Exchange, options: SaveOptions, action: Callable[[OnProgress], Any]
-) -> tuple[Any, str | None]:
-    """What an action returns, and why it failed, in one line; one is None. Catches OSError and ValueError."""
-    try:
-        return options.files.run(action, exchange), None
-    except (OSError, ValueError) as error:
-        return None, f"rank {exchange.topology.rank} on {platform.node()}: {one_line(error)}"
 
 
 def _open(final: Location, may_write: Callable[[], None]) -> Location:

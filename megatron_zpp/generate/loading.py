@@ -14,10 +14,10 @@ from megatron_zpp.checkpoint.directory import (
     read_newest,
     removed_too_often,
 )
+from megatron_zpp.checkpoint.imported import parameter_shapes, whole_model
 from megatron_zpp.checkpoint.manifest import marker_of
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
-from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.options import REQUIRED, Options, option, option_error
@@ -171,11 +171,6 @@ def _read_model(checkpoint: Location) -> tuple[GPT, Tokenizer]:
     with CheckpointReader(checkpoint) as reader:
         config = reader.config()
         tokenizer, _ = trained_tokenizer(reader)
-        with torch.device("meta"):
-            model = GPT(config.model, tokenizer.vocab_size)
-        saved = {name: each["shape"] for unit in reader.units for name, each in unit["parameters"].items()}
-        if saved != {name: list(value.shape) for name, value in model.state_dict().items()}:
-            problem = "its weights are not those of the model that it describes"
-            raise DamagedFile(f"{checkpoint / STATE}: {problem}")
-        model.load_state_dict(reader.parameters(), assign=True)
+        reader.check_model(parameter_shapes(config.model, tokenizer.vocab_size))
+        model = whole_model(config.model, tokenizer.vocab_size, reader.parameters())
     return model.eval().requires_grad_(False), tokenizer

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.config.values.urls import check_local_directory
-from megatron_zpp.reporting.metrics import Record
+from megatron_zpp.reporting.metrics import Record, number
 from megatron_zpp.storage.files import check_writable, open_named
 from megatron_zpp.storage.regular import open_stream
 
@@ -84,7 +84,7 @@ MEGATRON_TAGS = {
     "memory_allocated_bytes": "mem-allocated-bytes",
     "memory_peak_bytes": "mem-max-allocated-bytes",
 }
-_WANDB_TAGS = {"consumed_samples": "samples vs steps"}  # in Megatron-LM W&B alone gets it
+WANDB_TAGS = MEGATRON_TAGS | {"consumed_samples": "samples vs steps"}  # in Megatron-LM W&B alone gets it
 
 
 class TensorBoard:
@@ -100,11 +100,11 @@ class TensorBoard:
     def write(self, record: Record) -> None:
         """Add one point to the curve of every number."""
         iteration = record["iteration"]
-        for name, value in record.items():
+        for name, value in tagged(record).items():
             if isinstance(value, str):
                 self._writer.add_text(name, value, iteration)
             elif name != "iteration" and value is not None:
-                self._writer.add_scalar(MEGATRON_TAGS.get(name, name), _in_its_unit(name, value), iteration)
+                self._writer.add_scalar(name, value, iteration)
 
     def close(self) -> None:
         """Flush the event files."""
@@ -138,22 +138,17 @@ class WandB:
 
     def write(self, record: Record) -> None:
         """Log one record; its iteration is the axis of all curves."""
-        self._run.log(wandb_record(record))
+        self._run.log(tagged(record, WANDB_TAGS))
 
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
 
 
-def wandb_record(record: Record) -> Record:
-    """A record under the names that Megatron-LM gives W&B, or TensorBoard; other numbers keep their names."""
-    tags = MEGATRON_TAGS | _WANDB_TAGS
-    return {tags.get(name, name): _in_its_unit(name, value) for name, value in record.items()}
-
-
-def _in_its_unit(name: str, value: float | str | None) -> float | str | None:
-    """A value in the unit of its tag: Megatron-LM's iteration-time is in seconds."""
-    return value / 1000 if name == "elapsed_ms" and isinstance(value, float) else value
+def tagged(record: Record, tags: Mapping[str, str] = MEGATRON_TAGS) -> Record:
+    """A record under Megatron-LM's tags, whose iteration-time is in seconds; others keep their names."""
+    in_seconds = {"elapsed_ms": number(record, "elapsed_ms") / 1000} if "elapsed_ms" in record else {}
+    return {tags.get(name, name): value for name, value in (record | in_seconds).items()}
 
 
 class ThreadedSink:

@@ -36,6 +36,11 @@ def is_residual(kind: str) -> bool:
     return kind == SUM_RESIDUAL or kind.startswith(SENT_RESIDUAL)
 
 
+def may_lack(kind: str) -> bool:
+    """Whether a checkpoint with optimizer states may be without one of `kinds`: AdamW's has no momentum."""
+    return kind in (REFERENCE, MOMENTUM) or is_residual(kind)
+
+
 @cache
 def owners_of(kind: str, mesh: Mesh) -> Sequence[int]:
     """The ranks that have the equal parts of one of `kinds`, in their order; those of this tensor rank.
@@ -48,11 +53,14 @@ def owners_of(kind: str, mesh: Mesh) -> Sequence[int]:
     return ranks
 
 
-def residuals_from(kind: str, present: Collection[str], saved: Collection[str]) -> list[str]:
-    """The kinds in a checkpoint whose sum is one of the `present` kinds, a residual.
+def sources_of(kind: str, present: Collection[str], saved: Collection[str]) -> list[str]:
+    """The saved kinds whose sum is one of the `present` kinds; none if there is nothing of it.
 
-    With as many nodes as saved it is the same one. Otherwise the sums over nodes take all that is owed.
+    With as many nodes as saved a residual is the same one. Otherwise the sums over nodes take all that is
+    owed.
     """
+    if not is_residual(kind):
+        return [kind] if kind in saved else []
     of_nodes, theirs = (
         [each for each in kinds if each.startswith(SENT_RESIDUAL)] for kinds in (present, saved)
     )

@@ -53,17 +53,6 @@ def small(
     )
 
 
-def train(engine: ZeroEngine, steps: int, seed: int) -> list[float]:
-    """Gradient norms of some steps, on the same samples on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    norms = []
-    for _ in range(steps):
-        torch.manual_seed(seed)
-        engine.accumulate(torch.randint(50, (2, 9), generator=generator), index=0, micro_batches=1)
-        norms.append(engine.step(1e-2).grad_norm.item())
-    return norms
-
-
 def digests(engine: ZeroEngine) -> dict[str, str]:
     """Hashes by kind and name of the whole states, of tables without the rows of padding.
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.checkpoint.directory import checkpoint_path
+from benchmarks.faults.engines import train
+from megatron_zpp.checkpoint.directory import checkpoint_name
 from megatron_zpp.checkpoint.load import load_checkpoint
 from megatron_zpp.checkpoint.manifest import MANIFEST, MARKER, write_manifest
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.write import shard_file_name
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.storage.checksums import DamagedFile, checksums_of
-from tests.checkpoint.saving import SECOND, TOKENIZER, save, small, train
+from tests.checkpoint.saving import SECOND, TOKENIZER, save, small
 from tests.support import flipped
 from tests.zero.ranks import on_ranks
 
@@ -33,7 +34,7 @@ def check(path: Path) -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     engine = small()
-    train(engine, 1, seed=2)
+    train(engine, seed=2)
     return save(tmp_path_factory.mktemp("checkpoint"), engine)
 
 
@@ -133,7 +134,7 @@ def test_an_unknown_format_version_is_refused(tmp_path: Path) -> None:
 def save_sharded(topology: Topology, directory: str) -> str:
     engine = small(topology=topology, tensor=2, zero_stage=3)
     first = save(Path(directory), engine)
-    train(engine, 1, seed=2)
+    train(engine, seed=2)
     save(Path(directory), engine, SECOND)
     return str(first)
 
@@ -147,7 +148,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("suffix", ["", ".sha256"])
 def test_a_file_of_another_rank_or_checkpoint_is_found(sharded: Path, suffix: str) -> None:
     """Of the same size, and undamaged; alone, or together with the sidecar that belongs to it."""
-    other = checkpoint_path(sharded.parent, SECOND.iteration)
+    other = sharded.parent / checkpoint_name(SECOND.iteration)
     one, two = (shard_file_name(rank) + suffix for rank in (0, 1))
     content = (sharded / one).read_bytes()
     for source in (sharded / two, other / one):

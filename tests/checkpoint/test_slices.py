@@ -1,4 +1,7 @@
-"""A part of a parameter, assembled from the parts of other tensor ranks, against the cut of the whole."""
+"""A part of a parameter, assembled from the parts of other tensor ranks, against the cut of the whole.
+
+test_versions.py has tables that were saved in blocks of rows.
+"""
 
 import math
 from dataclasses import dataclass
@@ -76,33 +79,6 @@ def test_any_part_is_assembled_from_any_others(case: Case) -> None:
     wanted = part_of(whole, case.piece.placement, case.rank)
     assert torch.equal(found, wanted[elements.start : elements.stop])
     assert max(reads, default=0) <= max(case.most, math.prod(saved.local_shape[1:]))
-
-
-@given(st.integers(1, 4), st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.data())
-def test_a_table_is_assembled_from_blocks_of_its_rows(
-    saved_ranks: int, ranks: int, sizes: list[int], data: st.DataObject
-) -> None:
-    """Of each block a saved tensor rank has an equal part."""
-    counts = [saved_ranks * size for size in sizes]
-    whole = torch.arange(sum(counts) * 3, dtype=torch.float32).view(-1, 3)
-    split = Split(0, (len(whole),), Axis(1, ranks)) if len(whole) % ranks == 0 else None
-    placement, rank = Placement(name="w", shape=tuple(whole.shape), split=split), ranks - 1 if split else 0
-    elements = range(data.draw(st.integers(0, placement.numel)), placement.numel)
-    found, first = torch.full((len(elements),), -1.0), 0
-    for block in whole.split(counts):
-        saved = Placement(
-            name="w", shape=tuple(block.shape), split=Split(0, (len(block),), Axis(1, saved_ranks))
-        )
-        parts = [part_of(block, saved, saved_rank) for saved_rank in range(saved_ranks)]
-
-        def read_into(
-            saved_rank: int, at: int, target: torch.Tensor, parts: list[torch.Tensor] = parts
-        ) -> None:
-            target.copy_(parts[saved_rank][at : at + len(target)])
-
-        fill(found, Piece(placement, elements, elements), rank, saved, read_into, first_row=first)
-        first += len(block)
-    assert torch.equal(found, part_of(whole, placement, rank)[elements.start :])
 
 
 def test_copies_of_the_whole_are_read_from_one_tensor_rank() -> None:

@@ -132,18 +132,18 @@ def check_parameters(case: Case, saved: Continued) -> None:
     """One process reads the whole weights."""
     with CheckpointReader(case.path) as reader:
         parameters = reader.parameters()
-        for name, whole in parameters.items():
-            some = range(len(whole.flatten()) // 3, len(whole.flatten()))
-            assert torch.equal(reader.elements(WEIGHTS, name, some), whole.flatten()[some.start :]), name
     weights = {name: value for name, value in saved.states.items() if name.startswith(WEIGHTS)}
     rows = {name: VOCAB if name in TABLES else len(whole) for name, whole in parameters.items()}
     assert {f"{WEIGHTS}/{n}": digest(whole[: rows[n]]) for n, whole in parameters.items()} == weights
 
 
 def test_runs_resume_at_any_number_of_tensor_ranks(tmp_path: Path) -> None:
-    """From two of them with two data ranks each, and from four data ranks, with a loss scale that changed."""
+    """From two of them with two data ranks each, and from four data ranks, with a loss scale that changed.
+
+    At stage 0 every rank has all states, and saves a part of them.
+    """
     cases = [Case(str(tmp_path / "gpt2"), "gpt2", 2, 1), Case(str(tmp_path / "llama"), "llama", 2, 3)]
-    cases.append(Case(str(tmp_path / "whole"), "gpt2", 1, 2, FP16))
+    cases += [Case(str(tmp_path / "whole"), "gpt2", 1, 2, FP16), Case(str(tmp_path / "alike"), "gpt2", 1, 0)]
     saved = on_ranks(4, save_runs, cases)[0]
 
     def moved(tensor: int, *stages: int) -> list[Case]:
@@ -153,9 +153,10 @@ def test_runs_resume_at_any_number_of_tensor_ranks(tmp_path: Path) -> None:
         assert saved_settings(case.path)[1] == 4 // case.tensor  # data ranks
         check_parameters(case, run)
     assert saved[2].loss_scale["scale"] != 256.0
-    check(on_ranks(1, resume_runs, moved(1, 3, 0, 1))[0], saved)
-    check(on_ranks(2, resume_runs, moved(2, 0, 2, 3))[0], saved)
-    check(on_ranks(4, resume_runs, [*moved(4, 3, 2, 1)[:2], *moved(1, 3, 1, 2)])[0], saved[:2] + saved)
+    check(on_ranks(1, resume_runs, moved(1, 3, 0, 1, 2))[0], saved)
+    check(on_ranks(2, resume_runs, moved(2, 0, 2, 3, 1))[0], saved)
+    mixed = [*moved(4, 3, 2, 1, 1)[:2], *moved(1, 0, 1, 2, 3)]
+    check(on_ranks(4, resume_runs, mixed)[0], saved[:2] + saved)
     check(on_ranks(4, resume_runs, cases)[0], saved, exact=True)
 
 

@@ -13,7 +13,6 @@ from megatron_zpp.checkpoint.manifest import MANIFEST
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.write import SaveFailed, _commit
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.storage.files import check_writable
 from tests.checkpoint.saving import SECOND, TOKENIZER, save, small
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
@@ -57,14 +56,6 @@ def test_a_failure_on_one_rank_fails_the_save_on_all(tmp_path: Path) -> None:
     assert "File too large" in first[0]
     assert first[1] == ["iter_0000005", TRACKER]
     assert [path.name for path in candidates(str(tmp_path))] == ["iter_0000015", "iter_0000005"]
-
-
-def test_an_unwritable_directory_is_refused_by_flag(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"^--save .*/file/below: "):
-        check_writable("--save", str(tmp_path / "file" / "below"))
-    check_writable("--save", str(tmp_path / "new" / "deep"))
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_what_a_save_makes_durable_and_in_which_order(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.together import _agreed_candidates
-from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
+from megatron_zpp.checkpoint.write import SaveFailed, write_checkpoint
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed import rendezvous as module
 from megatron_zpp.distributed.exchange import Exchange
@@ -213,7 +213,7 @@ def test_a_rank_writes_its_shards_below_save_alone(met: Met, tmp_path: Path) -> 
         met.stranger.set("save/open", json.dumps(words))
         exchange = Exchange(met.ranks[1].store, Topology(1, 2, 0, 1), MINUTE, "save")
         with pytest.raises((ForeignValue, SaveFailed)):
-            write_checkpoint(final, {"weights": torch.ones(3)}, {}, exchange, SaveOptions())
+            write_checkpoint(final, {"weights": torch.ones(3)}, {}, exchange, FileWorker())
     assert not list(elsewhere.iterdir())
 
 

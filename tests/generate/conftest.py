@@ -8,7 +8,7 @@ import transformers
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.tokenizer.base import Tokenizer
-from tests.generate.models import as_transformers, make_checkpoint, quiet
+from tests.generate.models import as_transformers, make_checkpoint
 from tests.support import nightly
 
 
@@ -36,5 +36,4 @@ def tokenizer(loaded: tuple[GPT, Tokenizer]) -> Tokenizer:
 @pytest.fixture
 def theirs(model: GPT) -> "transformers.PreTrainedModel":
     """transformers' model with the checkpoint's weights."""
-    quiet()
     return as_transformers(model)

@@ -1,6 +1,5 @@
 """Sharded checkpoints of small models, read as ours and as transformers', and a tokenizer of bytes."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -39,26 +38,16 @@ def make_checkpoint(directory: Path, model: str = "gpt2", *flags: str) -> Path:
     return save
 
 
-def as_transformers(ours: GPT, positions: int = POSITIONS) -> "transformers.PreTrainedModel":
-    """The same weights in transformers' model, with zeros for positions that ours does not have."""
+def as_transformers(ours: GPT) -> "transformers.PreTrainedModel":
+    """The same weights in transformers' model."""
     values = huggingface_values(ours.config, ours.vocab_size, 0)
-    length = "n_positions" if values["model_type"] == "gpt2" else "max_position_embeddings"
-    config = transformers.AutoConfig.for_model(**values | {length: positions})
+    config = transformers.AutoConfig.for_model(**values)
     theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     weights, names = theirs.state_dict(), names_of(ours.config, values["model_type"])
     with torch.no_grad():
-        for weight in weights.values():
-            weight.zero_()
         for name, parameter in ours.named_parameters():
             found = names.tensors(name, tuple(parameter.shape), ours.config)
             for tensor, part in zip(found, parameter.split([each.rows for each in found]), strict=True):
                 weight = weights[names.with_prefix(tensor.name)]
-                value = part.T if tensor.transposed else part[: len(weight)]
-                weight[: len(value)] = value
+                weight.copy_(part.T if tensor.transposed else part[: len(weight)])
     return theirs
-
-
-def quiet() -> None:
-    """Keeps transformers from telling of progress."""
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    transformers.logging.set_verbosity_error()

@@ -9,10 +9,11 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.reporting.sinks import (
     MEGATRON_TAGS,
+    WANDB_TAGS,
     MetricsFile,
     TensorBoard,
     ThreadedSink,
-    wandb_record,
+    tagged,
 )
 from tests.reporting.test_curves import step
 
@@ -25,22 +26,23 @@ def scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
-def test_tags_are_megatrons_and_units_too(tmp_path: Path) -> None:
-    """The names are those of add_scalar in Megatron-LM's training.py, as W&B's; other numbers keep theirs."""
+def test_tensorboard_has_a_curve_of_each_number_and_text(tmp_path: Path) -> None:
     sink = TensorBoard(str(tmp_path), Progress())
     sink.write({**step(5, 3.5), "inter_node_bytes": 7})
     sink.close()
-    expected = {"lm loss": 3.5, "iteration-time": 2.0, "inter_node_bytes": 7.0, "tokens_per_second": 32.0}
-    assert {tag: scalars(tmp_path, tag) for tag in expected} == {t: [(5, v)] for t, v in expected.items()}
-    assert len(set(MEGATRON_TAGS.values())) == len(MEGATRON_TAGS)
+    assert scalars(tmp_path, "lm loss") == [(5, 3.5)]
+    assert scalars(tmp_path, "iteration-time") == [(5, 2.0)]  # seconds
+    assert scalars(tmp_path, "consumed_samples") == [(5, 20.0)]
+    assert scalars(tmp_path, "inter_node_bytes") == [(5, 7.0)]
 
 
-def test_wandb_gets_megatrons_names() -> None:
-    """Those of wandb_writer.log in Megatron-LM's training.py; other numbers keep their names."""
-    logged = wandb_record(
+def test_names_are_megatrons() -> None:
+    """Those of wandb_writer.log and add_scalar in its training.py; other numbers keep their names."""
+    logged = tagged(
         {**step(5, 3.5), "grad_norm": 0.5, "learning_rate": 1e-3, "loss_scale": 1.0}
         | {"consumed_samples": 20, "params_norm": 1.5, "tflops_per_gpu": 7.0}
-        | {"mfu": None, "skipped": 1, "memory_allocated_bytes": 2**60 + 1}
+        | {"mfu": None, "skipped": 1, "memory_allocated_bytes": 2**60 + 1},
+        WANDB_TAGS,
     )
     theirs = {
         "samples vs steps": 20,
@@ -55,8 +57,9 @@ def test_wandb_gets_megatrons_names() -> None:
     }
     ours = {"iteration": 5, "tokens_per_second": 32.0, "mfu": None, "skipped": 1, "sample": "text"}
     assert logged == theirs | ours | {"mem-allocated-bytes": 2**60 + 1}
-    evaluated = wandb_record({"iteration": 5, "valid_loss": 3.0, "valid_perplexity": 20.0})
+    evaluated = tagged({"iteration": 5, "valid_loss": 3.0, "valid_perplexity": 20.0})
     assert evaluated == {"iteration": 5, "lm loss validation": 3.0, "lm loss validation ppl": 20.0}
+    assert len(set(MEGATRON_TAGS.values())) == len(MEGATRON_TAGS)
 
 
 def test_a_step_back_hides_later_values(tmp_path: Path) -> None:

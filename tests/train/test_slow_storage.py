@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from benchmarks.faults.engines import FLAGS
+from benchmarks.faults.engines import FLAGS, train
 from megatron_zpp.checkpoint import together, write
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.progress import Progress
@@ -24,7 +24,7 @@ from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.checksums import VerifiedFile
 from megatron_zpp.train.saving.saver import Saver
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.checkpoint.saving import TOKENIZER, restored, save, small, train
+from tests.checkpoint.saving import TOKENIZER, restored, save, small
 from tests.faults.held import in_use
 from tests.zero.ranks import on_ranks
 
@@ -118,7 +118,7 @@ def train_beside_a_slow_save(topology: Topology, directory: str) -> tuple[int, l
     saver.save(Progress(1, 1))
     for _ in range(4):
         saver.before_step()
-        train(engine, 1, seed=3)
+        train(engine, seed=3)
         saver.after_step()
     in_time = len(reporter.lines)
     (Path(directory) / f"after_4_{topology.rank}").touch()

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, stored
+from megatron_zpp.checkpoint.foreign.pickled import NotData
 from megatron_zpp.checkpoint.foreign.rank_files import foreign_model, read_state
 from megatron_zpp.checkpoint.foreign.torch_file import (
-    LARGEST_SIZE,
-    MOST_DIMENSIONS,
     StoredTensor,
     read_torch_file,
+    sizes_of,
 )
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -141,11 +141,10 @@ def _from_shares(
         raise ValueError(f"{path}: has no param_shapes; save it with DeepSpeed 0.5 or later")
     if sum(map(len, groups)) > _MOST_NAMES:
         raise ValueError(f"{path}: its param_shapes have more than {_MOST_NAMES:,} names")
-    for shape in (shape for group in groups for shape in group.values()):
-        if not isinstance(shape, list | tuple) or len(shape) > MOST_DIMENSIONS:
-            raise ValueError(f"{path}: its param_shapes have a shape that is none; copy it again")
-        if not all(type(size) is int and 0 <= size < LARGEST_SIZE for size in shape):
-            raise ValueError(f"{path}: its param_shapes have a size that is none; copy it again")
+    try:
+        groups = [{name: sizes_of(shape) for name, shape in group.items()} for group in groups]
+    except NotData as error:
+        raise ValueError(f"{path}: param_shapes {error}; copy it again") from None
     if not shares:
         raise ValueError(f"{path}: has optim_states of some model-parallel ranks only; copy all of them")
     world = shares[0].get("partition_count", len(shares))
@@ -217,7 +216,7 @@ class _Pieces:
 
 
 def _cut(
-    path: Path, name: str, shape: Sequence[int], parts: Sequence[tuple[_Pieces, int, int]]
+    path: Path, name: str, shape: tuple[int, ...], parts: Sequence[tuple[_Pieces, int, int]]
 ) -> ForeignTensor:
     """Return the tensor that (pieces, first element, length) make up, one after the other.
 
@@ -226,6 +225,5 @@ def _cut(
     if any(at + size > pieces.elements for pieces, at, size in parts):
         raise ValueError(f"{path}: its optim_states end before {name} does; copy all of them")
     return ForeignTensor(
-        tuple(shape),
-        lambda: torch.cat([pieces.read(at, size) for pieces, at, size in parts]).view(tuple(shape)),
+        shape, lambda: torch.cat([pieces.read(at, size) for pieces, at, size in parts]).view(shape)
     )

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor
+from megatron_zpp.checkpoint.foreign.pickled import NotData
 from megatron_zpp.checkpoint.foreign.rank_files import LEFT_OUT_OPTIMIZER, foreign_model, read_state
 from megatron_zpp.checkpoint.foreign.torch_file import (
-    LARGEST_SIZE,
-    MOST_DIMENSIONS,
     StoredTensor,
     read_pickle_file,
     read_torch_file,
+    sizes_of,
 )
 from megatron_zpp.config.values.json_file import read_json_object
 from megatron_zpp.storage.checksums import DamagedFile
@@ -48,12 +48,10 @@ def read_torch_dist(path: Path) -> ForeignModel:
             "--dist-ckpt-format torch_dist"
         )
     common = read_state(path / "common.pt")
+    metadata = read_pickle_file(path / ".metadata")
     try:
-        metadata = read_pickle_file(path / ".metadata").fields
-        shapes, chunks = _tensors(path, metadata)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, ValueError):
-            raise
+        shapes, chunks = _tensors(path, metadata.fields)
+    except (NotData, KeyError, TypeError, AttributeError) as error:
         raise DamagedFile(
             f"{path / '.metadata'}: not the metadata of a checkpoint ({error!r:.100})"
         ) from None
@@ -80,14 +78,14 @@ def _tensors(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, list[_Chunk]]]:
     """Return the whole shape of each tensor, and its chunks."""
     shapes = {
-        name: _size(entry.fields["size"])
+        name: sizes_of(entry.fields["size"])
         for name, entry in metadata["state_dict_metadata"].items()
         if "size" in entry.fields  # others are bytes: extra states and random numbers' states
     }
     places: dict[str, dict[tuple[int, ...], Any]] = {}
     for index, info in metadata["storage_data"].items():
         if (offset := index.fields.get("offset")) is not None:
-            places.setdefault(index.fields["fqn"], {})[_size(offset)] = info.fields
+            places.setdefault(index.fields["fqn"], {})[sizes_of(offset)] = info.fields
     chunks: dict[str, list[_Chunk]] = {}
     count = 0
     for name, shape in shapes.items():
@@ -96,7 +94,7 @@ def _tensors(
         if count > _MOST_BLOCKS:
             raise ValueError(f"{path / '.metadata'}: has more than {_MOST_BLOCKS:,} blocks of tensors")
         for record in metadata["state_dict_metadata"][name].fields["chunks"]:
-            offsets, sizes = _size(record.fields["offsets"]), _size(record.fields["sizes"])
+            offsets, sizes = sizes_of(record.fields["offsets"]), sizes_of(record.fields["sizes"])
             info = places[name][offsets]
             file = info["relative_path"]
             if type(file) is not str or Path(file).name != file or not file.isprintable():
@@ -112,14 +110,6 @@ def _tensors(
             found.append(_Chunk(offsets, sizes, path / file, int(info["offset"]), int(info["length"])))
         chunks[name] = found
     return shapes, chunks
-
-
-def _size(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or len(value) > MOST_DIMENSIONS:
-        raise TypeError(f"a size is no tuple of up to {MOST_DIMENSIONS} numbers")
-    if not all(type(number) is int and 0 <= number < LARGEST_SIZE for number in value):
-        raise TypeError("a size has what is no size of a tensor")
-    return tuple(value)
 
 
 def _tensor(

@@ -23,8 +23,8 @@ from megatron_zpp.storage.regular import open_stream
 _PIECE = 1 << 20  # bytes read at a time
 _PICKLE_LIMIT = 1 << 30  # bytes of the pickle alone; tensors are beside it
 _DIRECTORY_LIMIT = 16 << 20  # bytes of the archive's list of files: 100,000 tensors and more
-MOST_DIMENSIONS = 64  # torch's limit
-LARGEST_SIZE = 1 << 60  # elements
+_MOST_DIMENSIONS = 64  # torch's limit
+_LARGEST_SIZE = 1 << 60  # elements
 _STORAGES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -129,13 +129,22 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
         ) from None
 
 
-def read_pickle_file(path: Path, limit: int = _PICKLE_LIMIT) -> Any:
+def sizes_of(value: Any) -> tuple[int, ...]:
+    """A shape or the like that a file has. Raises NotData for what is none of any tensor."""
+    if not isinstance(value, list | tuple) or len(value) > _MOST_DIMENSIONS:
+        raise NotData(f"has a tensor of no shape, or of more than {_MOST_DIMENSIONS} dimensions")
+    if not all(type(one) is int and 0 <= one < _LARGEST_SIZE for one in value):
+        raise NotData("has a tensor with a size that none has")
+    return tuple(value)
+
+
+def read_pickle_file(path: Path) -> Any:
     """Return the value in a file that is a bare pickle. Raises NotData, naming the file."""
     with open_stream(path) as file:
-        content = file.read(limit + 1)
+        content = file.read(_PICKLE_LIMIT + 1)
     try:
-        if len(content) > limit:
-            raise NotData(f"is longer than {limit:,} bytes")
+        if len(content) > _PICKLE_LIMIT:
+            raise NotData(f"is longer than {_PICKLE_LIMIT:,} bytes")
         return read_pickle(content, _no_persistent)
     except NotData as error:
         raise NotData(f"{path}: {error}") from None
@@ -221,16 +230,13 @@ def _data_start(file: Any, header: int) -> int:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
-    if not all(isinstance(one, list | tuple) and len(one) <= MOST_DIMENSIONS for one in (shape, stride)):
-        raise NotData(f"has a tensor of more than {MOST_DIMENSIONS} dimensions")
+    (offset,), shape, stride = map(sizes_of, ((offset,), shape, stride))
     if not isinstance(storage, _Storage):
         raise NotData("has a tensor without a storage")
-    if not all(type(one) is int and 0 <= one < LARGEST_SIZE for one in (offset, *shape, *stride)):
-        raise NotData("has a tensor with a size that none has")
     reach = 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
     if math.prod(shape) and max(offset + reach, math.prod(shape)) * storage.dtype.itemsize > storage.nbytes:
         raise NotData("has a tensor that is longer than its storage")
-    return StoredTensor(storage, tuple(shape), tuple(stride), offset)
+    return StoredTensor(storage, shape, stride, offset)
 
 
 _MAKERS = {

@@ -22,7 +22,6 @@ from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.imported import parameter_shapes, whole_model
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
-from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.shapes.huggingface import CONFIG, huggingface_values
@@ -30,7 +29,6 @@ from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import commit_directory, fsync, write_durably
 from megatron_zpp.storage.location import Location
 from megatron_zpp.tokenizer.base import Tokenizer
-from megatron_zpp.zero.model_states import WEIGHTS
 
 
 def export_checkpoint(
@@ -102,11 +100,8 @@ class _Weights:
 
     def __init__(self, reader: CheckpointReader, model: ModelConfig, entries: int) -> None:
         self.reader, self.model = reader, model
-        saved = {name: entry["shape"] for unit in reader.units for name, entry in unit["parameters"].items()}
         self.shapes = parameter_shapes(model, entries)
-        if {name: tuple(shape) for name, shape in saved.items()} != self.shapes:
-            state = reader.path / STATE
-            raise DamagedFile(f"{state}: its weights are not those of the model that it describes")
+        reader.check_model(self.shapes)
         for name in {TOKENS, OUTPUT} & self.shapes.keys():
             self.shapes[name] = (model.vocabulary(entries), *self.shapes[name][1:])
 
@@ -116,8 +111,7 @@ class _Weights:
 
     def read(self, name: str) -> Tensor:
         """A parameter in fp32."""
-        shape = self.shapes[name]
-        return self.reader.elements(WEIGHTS, name, range(math.prod(shape))).view(shape)
+        return self.reader.parameter(name)[: self.shapes[name][0]]
 
 
 def _write_weights(directory: Path, weights: _Weights, names: Names, file_bytes: int) -> None:

@@ -12,7 +12,7 @@ from megatron_zpp.checkpoint.huggingface.architecture import (
     read_architecture,
 )
 from megatron_zpp.checkpoint.huggingface.compare import compare_logits
-from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, check_empty, named_directory
+from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, named_directory
 from megatron_zpp.checkpoint.huggingface.tokenizer_files import find_tokenizer
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.imported import whole_model, write_imported
@@ -83,7 +83,6 @@ def import_checkpoint(
     settings = flags or find_tokenizer(named)
     tokenizer = build_tokenizer(settings)
     model = fit_vocabulary(named, architecture, describe(tokenizer))
-    check_empty("CHECKPOINT_DIR", target)
     with HuggingFaceWeights(named, model, tokenizer.vocab_size) as weights:
         whole = partial(whole_model, model, tokenizer.vocab_size)
         compared = compare_logits(named, named.path, lambda: whole(weights.parameters()))

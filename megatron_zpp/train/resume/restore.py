@@ -1,11 +1,9 @@
 """The start of a run: the newest checkpoint that is whole, or new weights."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import lost_newest, write_tracker
@@ -93,11 +91,9 @@ def _load(
     """Load the checkpoint at `path` on this rank, on a thread of its own."""
     settings = config.checkpoint
     with_optimizer = settings.load_optim and not settings.finetune
-    on_gpu = engine.device.type == "cuda"
-    with torch.cuda.device(engine.device) if on_gpu else nullcontext():  # a thread begins with device 0
-        progress = load_checkpoint(
-            path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
-        )
+    progress = load_checkpoint(
+        path, engine, tokenizer, with_optimizer=with_optimizer, on_progress=on_progress
+    )
     (saved, ranks, kinds), present = saved_settings(path), config.to_json()
     changes = model_changes(saved, config.model)
     if settings.finetune:

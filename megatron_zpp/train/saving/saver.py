@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
+from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read_back import NotReadBack, read_back
 from megatron_zpp.checkpoint.snapshot import Snapshot, writing_thread
 from megatron_zpp.checkpoint.states import describe_state, shards_of
-from megatron_zpp.checkpoint.write import SaveFailed, SaveOptions, write_checkpoint
+from megatron_zpp.checkpoint.write import SaveFailed, write_checkpoint
 from megatron_zpp.distributed.exchange import Exchange, NoProgress
 from megatron_zpp.storage.checksums import Checksums, OnProgress
 from megatron_zpp.storage.location import Location, location
@@ -36,7 +37,8 @@ class Saver:
         self._engine, self._reporter, self._store = run.engine, run.reporter, run.ranks.store
         self._tokenizer, self._tokenizer_files = run.tokenizer, run.tokenizer_files
         self._settings, self._saved_config = config.checkpoint, config.to_json()
-        self._options = SaveOptions(may_write=lease.check if lease is not None else lambda: None)
+        self._may_write = lease.check if lease is not None else lambda: None
+        self._files = FileWorker()
         self._timeout = config.distributed.timeout
         self._newest = run.start if config.checkpoint.save == config.checkpoint.load else None
         self._saves = 0
@@ -124,7 +126,13 @@ class Saver:
         earlier = frozenset(self._keys)
         try:
             self._written = write_checkpoint(
-                path, tensors, state, exchange, self._options, beside=self._tokenizer_files
+                path,
+                tensors,
+                state,
+                exchange,
+                self._files,
+                may_write=self._may_write,
+                beside=self._tokenizer_files,
             )
         finally:
             self._keys |= exchange.keys()
@@ -140,7 +148,7 @@ class Saver:
         path, checksums = self._written
         started, exchange = time.perf_counter(), self._exchange(f"read-back/{self._saves}")
         try:
-            read_back(path, checksums, exchange, self._options.files)
+            read_back(path, checksums, exchange, self._files)
             line = f" read back {path} in {time.perf_counter() - started:.1f} s"
             if self._engine.topology.rank == 0:
                 line += self._remove_old(path, keep_last, exchange)
@@ -157,11 +165,11 @@ class Saver:
         keep_every = self._settings.keep_every
 
         def remove(on_progress: OnProgress) -> None:
-            self._options.may_write()
+            self._may_write()
             remove_old(newest.parent, keep_last, keep_every, newest=newest, on_progress=on_progress)
 
         try:
-            self._options.files.run(remove, exchange)
+            self._files.run(remove, exchange)
         except OSError as error:  # the new checkpoint is whole, so the run continues
             return f"; WARNING: old ones could not be removed: {error}"
         return ""

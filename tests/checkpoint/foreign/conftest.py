@@ -6,11 +6,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron_zpp.commands import import_checkpoint
 from tests.support import ROOT, environment
 
 Saved = Callable[[str, int], Path]
@@ -20,15 +20,9 @@ _PROGRAM = Path(__file__).with_name("megatron_program.py")
 
 
 @pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Tool:
-    """Run import_checkpoint with arguments, after those of a tokenizer, and return what it prints."""
-
-    def run(*argv: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["import_checkpoint", *TOKENIZER, *map(str, argv)])
-        import_checkpoint.main()
-        return capsys.readouterr().out
-
-    return run
+def tool(tool: Tool) -> Tool:
+    """Run `megatron-zpp import` with arguments, after those of a tokenizer, and return what it prints."""
+    return partial(tool, "import", *TOKENIZER)
 
 
 @pytest.fixture(scope="session")

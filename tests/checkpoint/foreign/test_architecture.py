@@ -38,3 +38,17 @@ def test_the_norm_behind_the_embedding_is_known(prefix: str) -> None:
     found, _ = our_names(Path("theirs"), [f"{prefix}word_embeddings.norm.{kind}" for kind in kinds])
     assert list(found.values()) == [f"embedding.norm.{kind}" for kind in kinds]
     assert read_settings(Path("theirs"), GPT | {"embed_layernorm": True}, 32)[0].embed_layernorm
+
+
+def test_the_rotary_base_is_read_by_megatron_deepspeeds_name() -> None:
+    """--rotary-position-embeddings-theta is `rope_theta` in its args, and there is no `rotary_base`.
+
+    Other arguments of rope are those of Megatron-LM.
+    """
+    yarn = {"rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8, "mscale": 0.7}
+    args = GPT | yarn | {"position_embedding_type": "yarn", "rotary_interleaved": True, "rope_theta": 500_000}
+    config = vars(read_settings(Path("theirs"), args, 32)[0])
+    assert (config["rotary_base"], config["rotary_interleaved"]) == (500_000, True)
+    assert {name: config[name] for name in yarn} == yarn
+    with pytest.raises(ValueError, match=r"its args say rotary_base 10000 and rope_theta 500000, two names"):
+        read_settings(Path("theirs"), args | {"rotary_base": 10_000}, 32)

@@ -5,7 +5,6 @@ So do DeepSpeed's layouts, made here of megatron-core's weights, which are share
 
 import re
 import shutil
-from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -211,34 +210,6 @@ def test_fp32_weights_are_joined_from_data_and_tensor_ranks(
     assert_same_logits(tmp_path / "new", root)
     (tmp_path / "theirs/global_step7/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(ValueError, match=r"has optim_states of data ranks \[0, 2\]; copy all of them"):
-        tool(tmp_path / "theirs", tmp_path / "newer")
-
-
-def test_the_rotary_base_is_read_by_megatron_deepspeeds_name(
-    saved: Saved, tmp_path: Path, tool: Tool
-) -> None:
-    """--rotary-position-embeddings-theta is `rope_theta` in its args, and there is no `rotary_base`.
-
-    Other arguments of rope are those of Megatron-LM.
-    """
-    root = saved("llama", 1)
-    write_zero(root, tmp_path / "theirs", 2, 1)
-    file = tmp_path / "theirs/global_step7/mp_rank_00_model_states.pt"
-    state = torch.load(file, weights_only=False)
-    state["args"].rope_theta = 500_000
-    yarn = {"rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 8, "mscale": 0.7}
-    vars(state["args"]).update(position_embedding_type="yarn", rotary_interleaved=True, **yarn)
-    with_both = dict(vars(state["args"]))
-    del state["args"].rotary_base
-    torch.save(state, file)
-    tool(tmp_path / "theirs", tmp_path / "new")
-    model, _ = load_model(str(tmp_path / "new"), None)
-    config = vars(model.config)
-    assert (config["rotary_base"], config["rotary_interleaved"]) == (500_000, True)
-    assert {name: config[name] for name in yarn} == yarn
-    state["args"] = Namespace(**with_both)
-    torch.save(state, file)
-    with pytest.raises(ValueError, match=r"its args say rotary_base 10000 and rope_theta 500000, two names"):
         tool(tmp_path / "theirs", tmp_path / "newer")
 
 

@@ -1,17 +1,16 @@
 """Every command that opens checkpoints names a directory of another program, and says what to do with it."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.foreign.recognise import recognise
-from megatron_zpp.commands import import_checkpoint
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.train.resume.start import check_start
+from tests.checkpoint.foreign.conftest import Tool
 
 LAYOUTS = {
     "mp_rank files": ["iter_0000100/mp_rank_00/model_optim_rng.pt", "latest_checkpointed_iteration.txt=100"],
@@ -59,7 +58,7 @@ def test_the_words_say_what_it_is(foreign: Path, request: pytest.FixtureRequest)
 
 
 def test_the_newest_step_of_torchtitan_is_named_with_a_way_for_its_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tool: Tool
 ) -> None:
     for name in LAYOUTS[".distcp files"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -67,9 +66,8 @@ def test_the_newest_step_of_torchtitan_is_named_with_a_way_for_its_weights(
     said = r"step-10 is a checkpoint of torch\.distributed\.checkpoint .*; save its weights in Hugging Face's"
     with pytest.raises(ValueError, match=said):
         candidates(str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["import_checkpoint", str(tmp_path), str(tmp_path / "new")])
     with pytest.raises(ValueError, match=said):
-        import_checkpoint.main()
+        tool(tmp_path, tmp_path / "new")
 
 
 def test_directories_of_ours_and_others_are_not_taken_for_it(tmp_path: Path) -> None:

@@ -1,28 +1,12 @@
-"""Fixtures: the command-line tool, a byte-level BPE, and a GPT-2 as transformers saves it."""
+"""Fixtures: a byte-level BPE, and a GPT-2 as transformers saves it."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.faults.foreign_files import train_bpe
-from megatron_zpp.commands import export_checkpoint, import_checkpoint
 from tests.checkpoint.huggingface.gpt2 import SOURCE, save, theirs
 from tests.tokenizer.test_tokenizers import ORDINARY
-
-
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run `megatron-zpp import` or `export` with arguments and return what it prints."""
-
-    def run(command: str, *argv: object) -> str:
-        monkeypatch.setattr(sys, "argv", [f"megatron-zpp {command}", *map(str, argv)])
-        capsys.readouterr()
-        (import_checkpoint if command == "import" else export_checkpoint).main()
-        return capsys.readouterr().out
-
-    return run
 
 
 @pytest.fixture(scope="module")

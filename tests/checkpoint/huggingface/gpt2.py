@@ -51,8 +51,3 @@ def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
-
-
-@torch.no_grad()
-def logits(directory: Path, tokens: Tensor) -> Tensor:
-    return transformers.GPT2LMHeadModel.from_pretrained(directory).eval()(tokens).logits

@@ -10,33 +10,24 @@ import transformers
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.generate.loading import load_model
-from tests.checkpoint.huggingface.gpt2 import SHAPE_FLAGS, SOURCE, check_equal, logits, save, tensors, theirs
+from tests.checkpoint.huggingface.gpt2 import SHAPE_FLAGS, SOURCE, check_equal, save, theirs
 from tests.model.families import ours as imported
 from tests.support import trained
 from tests.tokenizer.test_tokenizers import ORDINARY
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("HuggingFaceTokenizer", 3), ("NullTokenizer", 0)])
-def test_a_run_is_exported(
-    tool: Callable[..., str], bpe: Path, tmp_path: Path, kind: str, stage: int
-) -> None:
+def test_a_run_is_exported(tool: Callable[..., str], bpe: Path, tmp_path: Path) -> None:
     """The files contain the weights of a run on two ranks, and AutoTokenizer returns its ids."""
-    flags = [*SHAPE_FLAGS, "--zero-stage", str(stage), "--tokenizer-type", kind]
-    flags += ["--vocab-size", "100"] if kind == "NullTokenizer" else ["--tokenizer-model", str(bpe)]
-    trained(*flags, "--train-iters", "2", "--lr", "1e-2", "--save", str(tmp_path / "run"), processes=2)
-    said = tool("export", tmp_path / "run", tmp_path / "out")
+    flags = [*SHAPE_FLAGS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(bpe)]
+    flags += "--zero-stage 3 --train-iters 2 --lr 1e-2 --save".split()
+    trained(*flags, str(tmp_path / "run"), processes=2)
+    assert "logits: largest difference from" in tool("export", tmp_path / "run", tmp_path / "out")
     model, tokenizer = load_model(str(tmp_path / "run"), None)
     again = dict(imported(tmp_path / "out").named_parameters())
     assert len(again) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
         rows = tokenizer.vocab_size if name == "embedding.tokens.weight" else len(parameter)
         assert torch.equal(again[name][:rows], parameter[:rows]), name
-    tokens = torch.randint(tokenizer.vocab_size, (2, 19))
-    assert torch.allclose(model(tokens), logits(tmp_path / "out", tokens), atol=1e-5, rtol=1e-5)
-    if kind == "NullTokenizer":
-        assert "no tokenizer is written" in said
-        assert not (tmp_path / "out/tokenizer.json").exists()
-        return
     auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert auto.eos_token_id == tokenizer.eod
     assert len(auto) == tokenizer.vocab_size
@@ -46,28 +37,6 @@ def test_a_run_is_exported(
         assert auto(text)["input_ids"] == ids
         assert auto.decode(ids) == text
     assert auto.encode(auto.eos_token, add_special_tokens=False) == [tokenizer.eod]
-
-
-def test_a_run_starts_from_hugging_face_weights(tool: Callable[..., str], bpe: Path, tmp_path: Path) -> None:
-    """A step too small to change a weight saves what was loaded; an import gives the same loss."""
-    model = theirs(bpe)
-    source = save(model, bpe, tmp_path / "theirs", max_shard_size="9KB")
-    tool("import", source, tmp_path / "ours")
-    flags = [*SHAPE_FLAGS, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(source)]
-    flags += "--zero-stage 3 --train-iters 1 --lr 1e-30 --weight-decay 0".split()
-    out = []
-    for load in (f"hf:{source}", str(tmp_path / "ours")):
-        saved = tmp_path / f"run{len(out)}"
-        ran = trained(*flags, "--load", load, "--save", str(saved), processes=2)
-        out.append(ran)
-        tool("export", saved, tmp_path / f"back{len(out)}")
-        check_equal(tensors(tmp_path / f"back{len(out)}"), tensors(source))
-    assert f" loaded the weights of hf:{source}; starting at iteration 0" in out[0]
-    assert "resuming at iteration 0, 0 samples" in out[1]
-    first, second = (
-        [line for line in text.splitlines() if "validation loss at iteration 0" in line] for text in out
-    )
-    assert first == second != []
 
 
 def test_a_run_with_equal_save_and_load_starts_from_the_import_and_resumes(
@@ -82,7 +51,8 @@ def test_a_run_with_equal_save_and_load_starts_from_the_import_and_resumes(
         tool("import", source, tmp_path / name)
         for length in lengths:
             named = ["--save", str(tmp_path / name), "--load", str(tmp_path / name)]
-            trained(*flags, *named, "--train-iters", str(length))
+            said = trained(*flags, *named, "--train-iters", str(length))
+            assert "resuming at iteration " + ("2, " if length != lengths[0] else "0, 0 samples") in said
         with CheckpointReader(candidates(str(tmp_path / name))[0]) as reader:
             assert reader.state["with_optimizer"]
             weights.append(reader.parameters())

@@ -15,25 +15,19 @@ from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.generate.loading import load_model
 from megatron_zpp.model.gpt import GPT
-from tests.checkpoint.huggingface.gpt2 import SHAPE, check_equal, entries, logits, save, tensors, theirs
+from tests.checkpoint.huggingface.gpt2 import SHAPE, check_equal, entries, save, tensors, theirs
 
 
 def test_import_and_export_change_no_bit(tool: Callable[..., str], bpe: Path, tmp_path: Path) -> None:
     """Untied, in several files; test_families.py has a tied one."""
     settings = {"tie_word_embeddings": False, "n_inner": 50, "layer_norm_epsilon": 1e-3, "resid_pdrop": 0.0}
-    model = theirs(bpe, **settings)
-    source = save(model, bpe, tmp_path / "theirs", max_shard_size="9KB")
+    source = save(theirs(bpe, **settings), bpe, tmp_path / "theirs", max_shard_size="9KB")
     assert (source / "model.safetensors.index.json").exists()
     said = tool("import", source, tmp_path / "ours")
-    assert "logits: largest difference from transformers'" in said
-    tool("export", tmp_path / "ours", tmp_path / "back", "--max-file-gib", "1e-5")
+    said += tool("export", tmp_path / "ours", tmp_path / "back", "--max-file-gib", "1e-5")
     assert (tmp_path / "back/model.safetensors.index.json").exists()
+    assert said.count("logits: largest difference from transformers'") == 2
     check_equal(tensors(tmp_path / "back"), tensors(source))
-
-    tokens = torch.randint(entries(bpe), (2, 19))
-    assert torch.equal(logits(tmp_path / "back", tokens), model(tokens).logits)
-    ours, _ = load_model(str(tmp_path / "ours"), None)
-    assert torch.allclose(ours(tokens), model(tokens).logits, atol=1e-5, rtol=1e-5)
     before, after = (
         transformers.GPT2Config.from_pretrained(path).to_dict() for path in (source, tmp_path / "back")
     )
