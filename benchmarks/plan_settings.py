@@ -52,7 +52,7 @@ def settings(job: Job, rates: Machine, gibibytes: float, count: int) -> list[Pla
             one = family.varied(recompute=recompute)
             sizes = sizes_of(one, Space())
             plans = [plan_of(in_micro_batches_of(one, size), rates) for size in sizes]
-            plans = [plan for plan in plans if plan.fits(gibibytes) and changes(best.job, plan.job)]
+            plans = [plan for plan in plans if plan.memory.fits(gibibytes) and changes(best.job, plan.job)]
             plans.sort(key=seconds)
             chosen, more = chosen + plans[:1], more + plans[1:]
     return [best, *sorted(chosen, key=seconds), *sorted(more, key=seconds)][:count]

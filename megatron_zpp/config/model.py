@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_zpp.config.options import Options, count, flag_name, option, option_error, optional, switch
+from megatron_zpp.config.options import Options, count, option, option_error, optional, switch
 from megatron_zpp.config.positions import OF_ONE_ROTARY, OF_ROTARY, ROTARY, PositionConfig
 from megatron_zpp.config.shapes.presets import PRESETS, preset_names
 from megatron_zpp.config.sizes import WIDEST
@@ -171,8 +171,7 @@ class ModelConfig(PositionConfig):
             self._fill(name, value)
         self._fill("max_position_embeddings", self.seq_length)
         self._fill("ffn_hidden_size", self._inner_width())
-        if len(given := self._given_activations()) > 1:
-            raise self.error(given[1], f"contradicts {flag_name(given[0])}; give one")
+        self.check_alternatives(*_ACTIVATIONS)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise self.error(
                 "num_attention_heads",

@@ -228,10 +228,7 @@ class LearningRateConfig(Options):
         if self.decoupled_lr is not None:
             floor = self.min_lr if self.decoupled_min_lr is None else self.decoupled_min_lr
             self._check_floors("--decoupled-lr", self.decoupled_lr, "--decoupled-min-lr", floor)
-        warmups = ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
-        given = [name for name in warmups if getattr(self, name)]
-        if len(given) > 1:
-            raise self.error(given[1], f"contradicts {flag_name(given[0])}; give one")
+        self.check_alternatives("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")
         wsd_lengths = (self.lr_wsd_decay_iters, self.lr_wsd_decay_samples)
         if self.lr_decay_style == "WSD" and wsd_lengths.count(None) != 1:
             raise self.error("lr_decay_style", "needs one of --lr-wsd-decay-iters and --lr-wsd-decay-samples")
@@ -302,11 +299,9 @@ class PrecisionConfig(Options):
 
     def check(self) -> None:
         """Refuse more than one format, and flags of another recipe."""
-        formats = [name for name in ("bf16", "fp16", "fp32") if getattr(self, name)]
-        if len(formats) > 1:
-            raise option_error(f"--{formats[1]}", "(given)", f"contradicts --{formats[0]}; give one")
+        self.check_alternatives("bf16", "fp16", "fp32")
         if self.fp8 and (self.fp16 or self.fp32):
-            raise self.error("fp8", f"needs --bf16, not --{formats[0]}")
+            raise self.error("fp8", f"needs --bf16, not --{'fp16' if self.fp16 else 'fp32'}")
         given = self._given_of_delayed()
         if self.fp8_recipe == "tensorwise" and given:
             raise self.error(given[0], "needs --fp8-recipe delayed")

@@ -119,6 +119,12 @@ class Options:
         shown = "(not given)" if value in (None, ()) else "(given)" if isinstance(value, bool) else value
         return option_error(flag_of(self.__dataclass_fields__[name]), shown, fix)
 
+    def check_alternatives(self, *names: str) -> None:
+        """Raise an `option_error` if several of these fields have a value: only one of them can count."""
+        given = [name for name in names if getattr(self, name)]
+        if len(given) > 1:
+            raise self.error(given[1], f"contradicts {flag_name(given[0])}; give one")
+
     def _has(self, needs: str) -> bool:
         """Whether the fields have what `option` says of `needs`."""
         return all(

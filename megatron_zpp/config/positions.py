@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import flag_name, option, optional, switch
+from megatron_zpp.config.options import option, optional, switch
 from megatron_zpp.config.sizes import SizeConfig
 from megatron_zpp.config.values.attention_window import parse_pattern
 
@@ -191,10 +191,9 @@ class PositionConfig(SizeConfig):
         """Fill and check the scalings of --position-embedding-type rope, of which there is at most one."""
         if self.use_rope_scaling:
             self._fill("rope_scaling_factor", 8.0)
-        scalings = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rotary_ntk_factor")
-        given = [name for name in scalings if getattr(self, name) not in (None, False)]
-        if len(given) > 1:
-            raise self.error(given[0], f"contradicts {flag_name(given[1])}; give one")
+        self.check_alternatives(
+            "rotary_ntk_factor", "use_rope_scaling", "rotary_seq_len_interpolation_factor"
+        )
         if self.rotary_ntk_factor is not None and self.rotated_channels == 2:
             raise self.error("rotary_ntk_factor", "needs more than 2 rotated channels")
 

@@ -131,12 +131,12 @@ def loss_bytes(job: Job, chunk_bytes: int | None = None) -> int:
     fp32, and fp32 logits where the compute format is another; tensor ranks hold more of the kind. In addition
     there is what the forward saves for the backward, or in the backward the gradients.
     """
-    if job.precision.fp8_output_layer:
-        return _coded_loss_bytes(job, chunk_bytes)
     tokens, entries, width = job.tokens, job.entries, job.model.hidden_size
     itemsize, exact = job.dtype.itemsize, 4
     lean = job.compiled or job.tensor > 1
     chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, itemsize, lean=lean)
+    if job.precision.fp8_output_layer:
+        return _coded_loss_bytes(job, chunk_bytes)
     chunk = chunk_rows(tokens, entries, chunk_bytes) * entries
     softmax = chunk * _softmax_bytes(job, exact=itemsize == exact)
     gradients = (entries + tokens) * width
@@ -158,7 +158,7 @@ def _softmax_bytes(job: Job, *, exact: bool) -> int:
     return 4 if exact and not capped else 8
 
 
-def _coded_loss_bytes(job: Job, chunk_bytes: int | None) -> int:
+def _coded_loss_bytes(job: Job, chunk_bytes: int) -> int:
     """The same of 8-bit products (model/fp8/output.py).
 
     Codes of the table and of a part's hidden states are there twice in the forward, and the codes of the
@@ -166,8 +166,6 @@ def _coded_loss_bytes(job: Job, chunk_bytes: int | None) -> int:
     """
     tokens, entries, width = job.tokens, job.entries, job.model.hidden_size
     itemsize, exact = job.dtype.itemsize, 4
-    lean = job.compiled or job.tensor > 1
-    chunk_bytes = chunk_bytes or default_chunk_bytes(entries, width, itemsize, lean=lean)
     from megatron_zpp.model.fp8.output import coded_chunk_rows, part_rows
 
     part = part_rows(tokens, width)

@@ -90,7 +90,7 @@ def _answer(found: Found, gpu: Gpu) -> Iterator[str]:
     if found.rounded:
         flags = changes(run.job, found.rounded.job)
         yield f"with 8 and 4 bits: {flags}: {_figures(found.rounded)}; rounds what is sent"
-    if not run.fits(gpu.memory):
+    if not run.memory.fits(gpu.memory):
         peak = f"{run.memory.peak / _GIB:.2f}, in {run.memory.peak_at}, of {usable}"
         yield f"this run: does NOT fit: {peak}; would take {duration(run.seconds)} per step"
     elif changed_flags(run.job, best.job):

@@ -4,6 +4,7 @@ A micro-batch that fits says that smaller ones fit, and the time without links b
 most settings are settled before their memory is computed. plan/space.py says which settings are tried.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -51,10 +52,6 @@ class Plan:
         """Seconds of a step."""
         return self.time.seconds
 
-    def fits(self, gibibytes: float) -> bool:
-        """Whether it fits a GPU of this memory."""
-        return self.memory.fits(gibibytes)
-
 
 def plan_of(job: Job, machine: Machine) -> Plan:
     """All predictions for one setting."""
@@ -81,7 +78,7 @@ def search(run: Job, machine: Machine, gibibytes: float) -> Found:
     """The best settings for the run on GPUs of this memory, the second best, and the best in fewer bits."""
     own = plan_of(run, machine)
     tried = _Tried(run, machine, gibibytes)
-    if own.fits(gibibytes):
+    if own.memory.fits(gibibytes):
         tried.plans.append(own)
     long = run.model.seq_length >= _LONG and not _fits_as_it_is(run, gibibytes)
     space = Space(long=run.context > 1 or long)
@@ -93,8 +90,7 @@ def search(run: Job, machine: Machine, gibibytes: float) -> Found:
     if best is None:
         least = min((run, *tried.smallest), key=lambda job: memory_of(job).peak)
         return Found(own, None, plan_of(least, machine))
-    second = tried.second(best, [own] if own.fits(gibibytes) else [])
-    return Found(own, best, best, second, _rounded(run, best, machine, gibibytes))
+    return Found(own, best, best, tried.second(best), _rounded(run, best, machine, gibibytes))
 
 
 def fastest(run: Job, machine: Machine, gibibytes: float, space: Space) -> Plan | None:
@@ -149,12 +145,12 @@ class _Tried:
             default=None,
         )
 
-    def second(self, best: Plan, others: list[Plan]) -> Plan | None:
-        """The fastest of `others` and of what differs in one setting from the best, and trades something.
+    def second(self, best: Plan) -> Plan | None:
+        """The fastest of these, and of what differs in one setting from the best, and trades something.
 
         That is a tenth less memory or bytes between nodes than the best, or fewer changes of the run.
         """
-        found = [*others, *self.plans]
+        found = list(self.plans)
         for job in neighbours(best.job):
             if self._least_seconds(job) <= _NEAR * best.seconds and memory_of(job).fits(self.gibibytes):
                 found.append(plan_of(job, self.machine))
@@ -211,13 +207,12 @@ class _Tried:
 
     def _partly_recomputed(self, job: Job) -> None:
         """Try the job with recomputation of as few layers as make it fit."""
-        few, many = 0, job.model.num_layers
-        while many - few > 1:
-            middle = (few + many) // 2
-            fits = memory_of(in_first_layers(job, middle)).fits(self.gibibytes)
-            few, many = (few, middle) if fits else (middle, many)
-        if many < job.model.num_layers:
-            plan = plan_of(in_first_layers(job, many), self.machine)
+        some = range(1, job.model.num_layers)
+        fewer = bisect_left(
+            some, True, key=lambda count: memory_of(in_first_layers(job, count)).fits(self.gibibytes)
+        )
+        if fewer < len(some):
+            plan = plan_of(in_first_layers(job, some[fewer]), self.machine)
             self.plans += [plan] if plan.seconds <= self.bound else []
 
     def _changes(self, plan: Plan) -> int:
@@ -241,14 +236,7 @@ def longest_sample(job: Job, gibibytes: float) -> int:
     table is as long.
     """
     step = _STEP * job.context * job.tensor
-    few, many = 0, 1  # steps: those that fit, and those that do not
-
-    def fits(steps: int) -> bool:
-        return memory_of(with_samples_of(job, steps * step)).fits(gibibytes)
-
-    while many * step <= _MOST and fits(many):
-        few, many = many, 2 * many
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (middle, many) if fits(middle) else (few, middle)
-    return few * step
+    lengths = range(step, _MOST + step, step)
+    return step * bisect_left(
+        lengths, True, key=lambda tokens: not memory_of(with_samples_of(job, tokens)).fits(gibibytes)
+    )

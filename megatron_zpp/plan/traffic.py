@@ -6,7 +6,7 @@ recomputation. What tensor ranks exchange is not among the bytes: plan/exchanges
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from megatron_zpp.distributed.comm_stream import Pending
@@ -129,28 +129,25 @@ def _visit(prefetcher: Prefetcher, job: Job, forward: bool) -> None:
 def _reduced(job: Job, units: Counter[int], last: bool) -> SentBytes:
     """Bytes that all ranks send to reduce these units in one micro-batch, a step's `last` or another one."""
     return _by_all_ranks(
-        job,
-        lambda plan: (
-            plan.reduced(weights, job.micro_batches, last=last) * times
-            for weights, times in _alike(job, plan, units)
-        ),
+        job, units, lambda plan, weights: plan.reduced(weights, job.micro_batches, last=last)
     )
 
 
 def _gathered(job: Job, gathers: _Gathers) -> SentBytes:
     """Bytes that all ranks send for these gathers."""
-
-    def sent(plan: CommunicationPlan) -> Iterator[SentBytes]:
-        for weights, times in _alike(job, plan, gathers.brought):
-            yield weights.brought * times
-        for weights, times in _alike(job, plan, gathers.filled):
-            yield weights.filled * times
-
-    return _by_all_ranks(job, sent)
+    brought = _by_all_ranks(job, gathers.brought, lambda _, weights: weights.brought)
+    return brought + _by_all_ranks(job, gathers.filled, lambda _, weights: weights.filled)
 
 
-def _by_all_ranks(job: Job, sent: Callable[[CommunicationPlan], Iterable[SentBytes]]) -> SentBytes:
-    of_a_node = (nbytes for plan in job.node_communication for nbytes in sent(plan))
+def _by_all_ranks(
+    job: Job, units: Counter[int], sent: Callable[[CommunicationPlan, WeightPlan], SentBytes]
+) -> SentBytes:
+    """The sum over all ranks of what one sends for each of these units, as often as they are counted."""
+    of_a_node = (
+        sent(plan, weights) * times
+        for plan in job.node_communication
+        for weights, times in _alike(job, plan, units)
+    )
     return sum(of_a_node, SentBytes()) * (job.nodes * job.tensor)
 
 

@@ -152,9 +152,7 @@ def test_a_script_of_megatron_runs_unchanged(tmp_path: Path, monkeypatch: pytest
     assert parsed.config.learning_rate.decoupled_lr == 5e-4
 
 
-def test_likely_names_alone_are_suggested() -> None:
-    for typed, meant in (("--num-layer", "--num-layers"), ("--hiden-size", "--hidden-size")):
-        with pytest.raises(UsageError, match=rf"{typed} .*did you mean {meant}\?"):
-            parse_args([*MINIMAL, typed, "3"])
+def test_unlikely_names_are_not_suggested() -> None:
+    """tests/faults has a likely one."""
     for typed in ("--output-path", "--log-everything", "--num-heads"):
         assert "did you mean" not in refusal(parse_args, [*MINIMAL, typed, "3"], error=UsageError)

@@ -3,7 +3,8 @@
 import dataclasses
 import gc
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +19,9 @@ from megatron_zpp.model.fp8.matmuls import DelayedMatmuls
 from megatron_zpp.model.fp8.output import OutputProduct, part_rows
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layer import Layer
 from megatron_zpp.model.loss import Objective, keeps_gradient, linear_cross_entropy
 from megatron_zpp.model.masks import CAUSAL
 from megatron_zpp.model.matmuls import PLAIN_MATMULS
-from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.plan.activations import layer_bytes, loss_bytes
 from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.memory import memory_of
@@ -181,21 +180,33 @@ def test_offloading_plans_the_pinned_memory_of_both_copies(
     assert memory_of(job).cpu == pytest.approx((4 + 8 + 4 + nbytes) * owned, abs=1)
 
 
-def saved_bytes(layer: Layer, x: torch.Tensor, rotation: Rotation) -> int:
-    """What autograd keeps of a layer: whole storages, since a view keeps all of its tensor."""
-    kept = [*layer.parameters(), *layer.buffers(), rotation.cos, rotation.sin]
-    others = {tensor.untyped_storage().data_ptr() for tensor in kept if tensor is not None}
+def saved_bytes(forward: Callable[[], object], kept: Iterable[torch.Tensor]) -> int:
+    """What autograd keeps of the numbers of a forward beside tensors that are `kept` anyway.
+
+    Whole storages, since a view keeps all of its tensor. Ids do not count.
+    """
+    others = {tensor.untyped_storage().data_ptr() for tensor in kept}
     found: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in others:
+        if tensor.is_floating_point() and storage.data_ptr() not in others:
             found[storage.data_ptr()] = storage  # held, so that no other takes its place
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x, CAUSAL, rotation)
+        forward()
     return sum(storage.nbytes() for storage in found.values())
+
+
+def saved_by_a_layer(gpt: GPT) -> int:
+    """The same of its first layer, of two samples."""
+    tokens = gpt.config.seq_length
+    x = torch.randn(2, tokens, gpt.config.hidden_size, requires_grad=True)
+    rotation = gpt.rotations(torch.arange(tokens)[None])[0]
+    kept = [*gpt.parameters(), *gpt.buffers(), rotation.cos, rotation.sin]
+    forward = partial(gpt.layers[0], x, CAUSAL, rotation)
+    return saved_bytes(forward, [tensor for tensor in kept if tensor is not None])
 
 
 PLAIN_LLAMA = LLAMA | {"qk_layernorm": False}
@@ -228,8 +239,7 @@ def test_a_layer_saves_what_the_plan_says(variant: dict[str, Any], compiled: boo
         compile_parts(gpt, (2, model.seq_length), print)
     wide = model.fp32_residual_connection
     gpt.to(torch.bfloat16 if wide else torch.float32)
-    x = torch.randn(2, model.seq_length, model.hidden_size, requires_grad=True)
-    found = saved_bytes(gpt.layers[0], x, gpt.rotations(torch.arange(model.seq_length)[None])[0])
+    found = saved_by_a_layer(gpt)
     precision = PrecisionConfig(bf16=wide, fp32=not wide)
     job = job_of(model, 100, precision=precision, recompute=recompute, micro_batch_size=2)
     # Without a compiler there are copies in fp32 of the weights and biases of two norms.
@@ -243,7 +253,6 @@ def test_a_layer_with_delayed_scaling_saves_codes(variant: dict[str, Any]) -> No
     if variant.get("group_query_attention") and not GROUPED_FLASH:
         pytest.skip("this torch's attention for CPUs keeps the scores of queries in groups")
     model = ModelConfig(**SHAPE | variant | {"hidden_size": 32, "kv_channels": 16, "num_attention_heads": 4})
-    x = torch.randn(2, model.seq_length, model.hidden_size, requires_grad=True)
     measured, planned = [], []
     for precision in (BF16, BF16 | {"fp8": True, "fp8_recipe": "delayed"}):
         delayed = "fp8" in precision
@@ -251,11 +260,10 @@ def test_a_layer_with_delayed_scaling_saves_codes(variant: dict[str, Any]) -> No
         if delayed:
             matmuls = DelayedMatmuls(PrecisionConfig(**precision), torch.device("cpu"))
         gpt = build_model(model, 100, matmuls=matmuls).initialize(3)
-        rotation = gpt.rotations(torch.arange(model.seq_length)[None])[0]
         if delayed:
             scaling = DelayedScaling(gpt, torch.device("cpu"))
             scaling.end_step(scaling.maxima() + 1, torch.tensor(0.0))
-        measured.append(saved_bytes(gpt.layers[0], x, rotation))
+        measured.append(saved_by_a_layer(gpt))
         job = job_of(model, 100, precision=PrecisionConfig(**precision), micro_batch_size=2)
         planned.append(layer_bytes(job))
     inner, rows = model.num_attention_heads * model.kv_channels, 2 * model.seq_length

@@ -1,6 +1,7 @@
 """The plan of ranks that share layers: against saved tensors, allocations and collectives of two ranks."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero import step_sums
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, engine_of, job_of
-from tests.plan.test_memory import allocated_at_most
+from tests.plan.test_memory import allocated_at_most, saved_bytes
+from tests.plan.test_traffic import sent_in_a_step
 from tests.support import GROUPED_FLASH
 from tests.zero import engines
 from tests.zero.ranks import on_ranks
@@ -91,24 +93,13 @@ def tokens_of(case: Case) -> torch.Tensor:
 
 
 def saved_for_the_backward(topology: Topology, cases: list[Case]) -> list[int]:
-    return [_saved(case.engine(topology), case) for case in cases]
-
-
-def _saved(engine: ZeroEngine, case: Case) -> int:
-    """Bytes of the numbers that a forward saves, weights and ids not counted, each storage once."""
-    weights = {weight.untyped_storage().data_ptr() for weight in engine.model.parameters()}
-    found: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if tensor.is_floating_point() and storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine.accumulate(tokens_of(case), index=0, micro_batches=1)
-    engine.close()
-    return sum(found.values())
+    saved = []
+    for case in cases:
+        engine = case.engine(topology)
+        forward = partial(engine.accumulate, tokens_of(case), index=0, micro_batches=1)
+        saved.append(saved_bytes(forward, engine.model.parameters()))
+        engine.close()
+    return saved
 
 
 def test_what_is_saved_for_the_backward_is_the_plans_and_half_as_much_on_two_ranks() -> None:
@@ -229,14 +220,8 @@ def _sent_and_held(
 ) -> tuple[tuple[int, int], int, bool]:
     job = planned(zero, optimizer, topology.nodes)
     engine = engine_of(job, topology)
-    for _ in range(2):  # the first one also gathers what was initialised
-        engine.take_traffic()
-        for index in range(2):
-            tokens = torch.zeros(1, SMALL.seq_length + 1, dtype=torch.long)
-            engine.accumulate(tokens, index=index, micro_batches=2)
-        engine.step(1e-3)
+    sent, states = sent_in_a_step(engine, job), live_bytes(engine)
     same = topology.rank > 0 or engine.plan.layouts == tuple(job.layouts)
-    sent, states = engine.take_traffic(), live_bytes(engine)
     engine.close()
     return sent, states, same
 

@@ -10,7 +10,9 @@ import torch
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange.route import SentBytes
+from megatron_zpp.plan.job import Job
 from megatron_zpp.plan.traffic import total, traffic_of
+from megatron_zpp.zero.engine import ZeroEngine
 from tests.plan.jobs import FOUR_BITS, FULL, HPZ, NO_DROPOUT, QGZ, QWZ, engine_of, job_of, printed
 from tests.support import nightly, trained
 from tests.zero.ranks import on_ranks
@@ -50,16 +52,23 @@ NIGHTLY = [case for place, case in enumerate(CASES) if place % 3]
 
 def measure(topology: Topology, cases: list[Case]) -> list[tuple[int, int]]:
     """(intra, inter) bytes that this rank sends in a step in the middle of a run, by case."""
-    return [sent_in_a_step(topology, *case) for case in cases]
+    jobs = map(planned, cases)
+    return [sent_in_a_step(engine_of(job, topology), job) for job in jobs]
 
 
-def sent_in_a_step(topology: Topology, zero: dict, recompute: dict, micro_batches: int) -> tuple[int, int]:
-    engine = engine_of(job_of(MODEL, VOCAB, zero=zero, recompute=recompute), topology)
-    for _ in range(2):  # the first one also gathers what was initialised
+def planned(case: Case) -> Job:
+    """The job of a case on two nodes of two ranks."""
+    zero, recompute, count = case
+    return job_of(MODEL, VOCAB, zero=zero, recompute=recompute, nodes=2, local=2, micro_batches=count)
+
+
+def sent_in_a_step(engine: ZeroEngine, job: Job) -> tuple[int, int]:
+    """(intra, inter) bytes that this rank sends in a second step: the first also gathers initial weights."""
+    for _ in range(2):
         engine.take_traffic()
-        for index in range(micro_batches):
-            tokens = torch.zeros(1, 9, dtype=torch.long)
-            engine.accumulate(tokens, index=index, micro_batches=micro_batches)
+        for index in range(job.micro_batches):
+            tokens = torch.zeros(1, job.model.seq_length + 1, dtype=torch.long)
+            engine.accumulate(tokens, index=index, micro_batches=job.micro_batches)
         engine.step(1e-3)
     return engine.take_traffic()
 
@@ -67,13 +76,9 @@ def sent_in_a_step(topology: Topology, zero: dict, recompute: dict, micro_batche
 @pytest.mark.parametrize("cases", [CASES[::3], nightly(NIGHTLY)], ids=["some", "others"])
 def test_the_plan_is_what_the_ranks_send(cases: list[Case]) -> None:
     """On two nodes of two ranks; tests/exchange/ has each unit's bytes on other meshes."""
-    for (zero, recompute, count), *sent in zip(
-        cases, *on_ranks(4, measure, cases, ranks_per_node=2), strict=True
-    ):
-        grid = {"nodes": 2, "local": 2, "micro_batches": count}
-        job = job_of(MODEL, VOCAB, zero=zero, recompute=recompute, **grid)
+    for case, *sent in zip(cases, *on_ranks(4, measure, cases, ranks_per_node=2), strict=True):
         found = SentBytes(*map(sum, zip(*sent, strict=True)))
-        assert found == total(traffic_of(job)), (zero, recompute, count)
+        assert found == total(traffic_of(planned(case))), case
 
 
 def test_the_plan_of_dry_run_is_the_engines() -> None:

@@ -64,12 +64,10 @@ def renamed(name: str, field_path: str, takes: type | None = None) -> OldFlag:
     return OldFlag(name=name, takes=takes, gives={field_path: value}, today=today)
 
 
-def only(name: str, allowed: Any, otherwise: str, today: str = "", *, many: bool = False) -> OldFlag:
+def only(name: str, allowed: Any, otherwise: str, *, many: bool = False) -> OldFlag:
     """A flag that may have the `allowed` values only, or a single one."""
     values = allowed if isinstance(allowed, tuple) else (allowed,)
-    return OldFlag(
-        name=name, takes=type(values[0]), many=many, allowed=values, otherwise=otherwise, today=today
-    )
+    return OldFlag(name=name, takes=type(values[0]), many=many, allowed=values, otherwise=otherwise)
 
 
 def retired(name: str, value: Any, why: str, otherwise: str = "", *, computes: bool = False) -> OldFlag:

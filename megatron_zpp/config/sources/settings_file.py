@@ -139,13 +139,10 @@ class _File:
         if not isinstance(root, yaml.MappingNode):
             raise self._error("line 1: must hold lines of NAME: VALUE")
         for key, value in root.value:
-            name = _name(key)
-            if name in self._parts:
-                if not isinstance(value, yaml.MappingNode):
-                    raise self._error(f"{_line(key)}: {name}: is a section; indent its settings below it")
-                for inner, setting in value.value:
-                    yield from self._setting(_name(inner), inner, setting, section=name)
-            elif isinstance(value, yaml.MappingNode) and _all_retired(value):  # a part that is no more
+            name, is_section = _name(key), isinstance(value, yaml.MappingNode)
+            if name in self._parts and not is_section:
+                raise self._error(f"{_line(key)}: {name}: is a section; indent its settings below it")
+            if name in self._parts or (is_section and _all_retired(value)):  # then it is a part no more
                 for inner, setting in value.value:
                     yield from self._setting(_name(inner), inner, setting, section=name)
             else:
