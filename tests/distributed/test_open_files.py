@@ -18,7 +18,7 @@ from tests.config.command_line import SMALLEST
 from tests.support import Run, nightly
 
 SOFT, HARD = 256, 1024
-FLAGS = [*SMALLEST, *"--train-iters 20 --eval-iters 1 --device cpu".split()]
+FLAGS = [*SMALLEST, *"--train-iters 60 --eval-iters 1 --device cpu".split()]
 ESTABLISHED = "01"  # linux/tcp_states.h
 
 
