@@ -1,8 +1,8 @@
 // adamw_compact on a GPU: a warp steps a block of states, four neighbouring elements per lane.
 //
-// Instructions limit the rate. So ordinary blocks, which almost all are, take a path without special cases; the others
-// are loaded again and take that of state_codes.h. Both give the same bits. Meanwhile a warp's next blocks are on their
-// way to shared memory, because registers cannot hold as many bytes as hide the memory's latency.
+// Memory limits the rate, if instructions are few. So ordinary blocks, which almost all are, take a path without special
+// cases; the others are loaded again and take that of state_codes.h. Both give the same bits. Meanwhile a warp's next
+// blocks are on their way to shared memory, because registers cannot hold as many bytes as hide the memory's latency.
 #include "device.cuh"
 
 namespace megatron_zpp::cuda {
