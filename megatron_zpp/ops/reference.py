@@ -14,13 +14,11 @@ from torch import Tensor
 
 from megatron_zpp.ops.adamw import AdamWScalars, AdamWStep
 from megatron_zpp.ops.formats import SCALE_BYTES, SQUARES_BLOCK, CodeType, QuantFormat
-from megatron_zpp.ops.lloyd_max import ordered_sum
+from megatron_zpp.ops.lloyd_max import BF16_NAN, SMALLEST_NORMAL, ordered_sum
 
 # R rows, n columns, G output messages, P input messages, m elements, K blocks, B elements per block
 TILE = 1 << 20
 _FACTORS = {"int8": -(2.0**-7), "int4": -(2.0**-3)}
-_SMALLEST_NORMAL = 2.0**-126
-_NAN_BITS = 0x7FC0  # of bf16
 _FP16_MAX = 65504.0
 
 
@@ -218,10 +216,9 @@ def _block_scales(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
     magnitude = x.abs().amax(1)
     peak = torch.where((x == magnitude[:, None]).any(1), magnitude, -magnitude)
     stored = (peak * _FACTORS[format.code_type]).bfloat16()
-    usable = finite & (stored.float().abs() >= _SMALLEST_NORMAL)
-    # Set as bits, because the NaN that a conversion makes depends on the device.
+    usable = finite & (stored.float().abs() >= SMALLEST_NORMAL)
     bits = torch.where(usable, stored, 0.0).view(torch.int16)
-    return bits.masked_fill(~finite, _NAN_BITS).view(torch.bfloat16), usable
+    return bits.masked_fill(~finite, BF16_NAN).view(torch.bfloat16), usable
 
 
 def _to_integers(x: Tensor, inverse: Tensor, bits: int) -> Tensor:
