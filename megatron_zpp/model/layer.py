@@ -9,7 +9,7 @@ Runs replace modules of a layer, whose names stay: linear maps by those of 8-bit
 kernels (model/fused/blocks.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -166,12 +166,7 @@ def geglu(x: Tensor) -> Tensor:
     return gelu(gate) * up
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": gelu,
-    "geglu": geglu,
-    "squared_relu": squared_relu,
-    "swiglu": swiglu,
-}
+_ACTIVATIONS = {each.__name__: each for each in (gelu, geglu, squared_relu, swiglu)}
 
 
 class MLP(nn.Module):

@@ -156,11 +156,6 @@ def _zero_padding(message: Tensor, format: QuantFormat, numel: int) -> None:
     message[numel // format.block * format.block_bytes :] = 0
 
 
-def _scales_of(stored: Tensor) -> Tensor:
-    """Scales (K,) bf16 from their bytes (K, 2), which may have any strides."""
-    return stored.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).squeeze(1)
-
-
 def _write_blocks(message: Tensor, format: QuantFormat, numel: int, first: int, x: Tensor) -> None:
     """Encode x (n,) fp32, whole blocks, as the elements from `first` on of a message of `numel` elements."""
     codes, scales = _message_parts(message, format, numel)
@@ -175,7 +170,8 @@ def _sum_of(messages: Tensor, format: QuantFormat, m: int, here: slice) -> Tenso
     values = []
     for message in messages:
         encoded, stored = (part[first:last] for part in _message_parts(message, format, m))
-        values.append(_decode_blocks(encoded, _scales_of(stored), format))
+        scales = stored.clone(memory_format=torch.contiguous_format)  # bytes (K, 2), of any strides before
+        values.append(_decode_blocks(encoded, scales.view(torch.bfloat16).squeeze(1), format))
     offset = here.start - first * format.block
     return reduce(torch.add, values).flatten()[offset : offset + here.stop - here.start]
 
