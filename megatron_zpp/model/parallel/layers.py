@@ -24,7 +24,7 @@ from megatron_zpp.model.gpt import GPT, Head, embedding
 from megatron_zpp.model.loss import LossKernels
 from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
-from megatron_zpp.model.parallel.loss import Compiler, VocabularyParallelLoss
+from megatron_zpp.model.parallel.loss import Compiler, vocabulary_parallel_loss
 from megatron_zpp.model.recomputation import mlps_again
 from megatron_zpp.placement import Split
 
@@ -174,7 +174,7 @@ class VocabularyParallelHead(Head):
     def __init__(self, whole: Head, output: Any, sharing: Sharing) -> None:
         super().__init__(whole.norm, output, whole.objective, whole.multiplier)
         self.group, self._tokens = sharing.group, sharing.tokens
-        self.passes = VocabularyParallelLoss(self.group).kernels()
+        self.passes = vocabulary_parallel_loss(self.group)
 
     def normalize(self, x: Tensor) -> Tensor:
         """(R, D) -> the norm of all tokens, (B · S, D)."""
@@ -187,4 +187,4 @@ class VocabularyParallelHead(Head):
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
-        self.passes = VocabularyParallelLoss(self.group, compiler).kernels()
+        self.passes = vocabulary_parallel_loss(self.group, compiler)

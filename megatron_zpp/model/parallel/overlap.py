@@ -23,15 +23,7 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 def gathered_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Tensor:
     """F.linear of the gathered rows: (R, D), (outputs, D) and (outputs) -> (N, outputs)."""
     group, peers, rows = _gather(rows, name)
-    out = rows.new_empty(group.size * len(rows), len(weight))
-    shares = out.chunk(group.size)
-    for rank in peer_rows.own_first(group):
-        input = rows if rank == group.rank else peers.rows_of(rank)
-        if bias is None:
-            torch.mm(input, weight.t(), out=shares[rank])
-        else:
-            torch.addmm(bias, input, weight.t(), out=shares[rank])
-    return out
+    return _products(peers, rows, weight.t(), bias, group)
 
 
 @custom_op("megatron_zpp_model::gathered_linear_backward", mutates_args=())
@@ -66,11 +58,7 @@ def linear_scattered_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `linear_scattered`, of (R, D): those of all its rows (N, inputs) and of the weight."""
     group, peers, gradient = _gather(gradient, name, whole=True)
-    of_rows = rows.new_empty(rows.shape)
-    shares = of_rows.chunk(group.size)
-    for rank in peer_rows.own_first(group):
-        torch.mm(gradient if rank == group.rank else peers.rows_of(rank), weight, out=shares[rank])
-    return of_rows, peers.gathered().t() @ rows
+    return _products(peers, gradient, weight, None, group), peers.gathered().t() @ rows
 
 
 def _gather(
@@ -81,6 +69,21 @@ def _gather(
     peers = peer_rows.begin(group, len(rows), rows.shape[1], rows)
     peers.gather(rows, whole=whole)
     return group, peers, rows
+
+
+def _products(
+    peers: peer_rows.PeerRows, rows: Tensor, matrix: Tensor, bias: Tensor | None, group: TensorGroup
+) -> Tensor:
+    """The products of gathered rows (N, …), of which `rows` (R, …) are the own, and a matrix, plus a bias."""
+    out = rows.new_empty(group.size * len(rows), matrix.shape[1])
+    shares = out.chunk(group.size)
+    for rank in peer_rows.own_first(group):
+        input = rows if rank == group.rank else peers.rows_of(rank)
+        if bias is None:
+            torch.mm(input, matrix, out=shares[rank])
+        else:
+            torch.addmm(bias, input, matrix, out=shares[rank])
+    return out
 
 
 def _send_products(peers: peer_rows.PeerRows, rows: Tensor, matrix: Tensor, group: TensorGroup) -> None:
