@@ -45,7 +45,7 @@ def norm_of(config: ModelConfig, width: int, *, of_sums: bool = False) -> Norm:
 class WideLayerNorm(nn.LayerNorm):
     """A LayerNorm in fp32, which returns the format of its weights (--fp32-residual-connection).
 
-    It multiplies by `offset` + its weights, which is 1 with --apply-layernorm-1p.
+    It multiplies by its weights plus an `offset`: 1 with --apply-layernorm-1p.
     """
 
     offset = 0.0
@@ -136,8 +136,8 @@ class Attention(nn.Module):
     def mapped(self, x: Any) -> tuple[Tensor, ...]:
         """(B, T, D) -> queries, keys and values as the map into heads makes them."""
         heads, groups = self.heads, self.groups
-        both = self.qkv(x).unflatten(-1, (heads + 2 * groups, self.head_width))
-        return both.split([heads, groups, groups], 2)
+        joined = self.qkv(x).unflatten(-1, (heads + 2 * groups, self.head_width))
+        return joined.split([heads, groups, groups], 2)
 
     def normalize(self, x: Tensor, norm: nn.Module) -> Tensor:
         """The norm of heads (B, T, N or G, H): one by one, or all together."""

@@ -58,6 +58,7 @@ class DelayedScaling:
         self._history = torch.zeros(history, count, 3, device=device)  # the newest step first
         self._scales = torch.ones(count, 3, device=device)
         self.known = False  # whether there are scales of earlier steps; without, each tensor scales itself
+        self._handed_out = False  # whether all products have the factors that are known
         # Of each product, in memory of its own. The products have them once they are known.
         self._factors = [torch.empty(2, 3, 4, device=device) for _ in self._products]
         self._of_codes: Tensor | None = None  # (L, 3): maxima of weights that are held as codes
@@ -120,7 +121,7 @@ class DelayedScaling:
         Without an entry for the output layer, its tensors are scaled by themselves in the next step; an entry
         that is not needed is dropped. Raises ValueError if the state is that of other linear maps.
         """
-        self.known = False
+        self.known = self._handed_out = False
         self._history.zero_()
         self._scales.fill_(1.0)
         for product in self._products.values():
@@ -141,12 +142,13 @@ class DelayedScaling:
         self._scales.copy_(torch.tensor([entry["scales"] for entry in entries]))
         self._hand_out()
         if begins:
-            self._products[OUTPUT].factors = None
+            self._products[OUTPUT].factors, self._handed_out = None, False
 
     def _hand_out(self) -> None:
-        for product, own in zip(self._products.values(), self._factors, strict=True):
-            product.factors = own
-        self.known = True
+        if not self._handed_out:
+            for product, own in zip(self._products.values(), self._factors, strict=True):
+                product.factors = own
+            self.known = self._handed_out = True
         torch._foreach_copy_(self._factors, list(factors_of(self._scales).unbind()))  # of (L, 2, 3, 4)
 
 
