@@ -181,6 +181,14 @@ class CommStream:
         self._ledger.to_every_peer([self.ranks[peer]], nbytes)
 
 
+def copy_beside(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> torch.cuda.Event:
+    """Copy on `stream`, after all work submitted to the current stream so far; the event follows the copy."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
 def copy(target: Tensor, source: Tensor) -> None:
     """Copy `source` to `target`, unless both are the same memory."""
     if target.data_ptr() != source.data_ptr():

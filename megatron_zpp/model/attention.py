@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron_zpp.model.masks import Mask
+from megatron_zpp.model.masks import Mask, first_seen
 from megatron_zpp.model.scores import PLAIN_SCORES, Scores, attend
 
 TORCH_BACKENDS = {
@@ -103,13 +103,9 @@ class DotProduct(AttentionKernel):
         if window is None and ends is None:
             return None
         batch, tokens = x.shape[:2]
-        places = torch.arange(tokens, device=x.device)
-        distance = places[:, None] - places
-        seen = ((distance >= 0) & (distance < (window or tokens)))[None, None]
-        if ends is not None:
-            places = torch.arange(batch * tokens, dtype=ends.dtype, device=ends.device)
-            document = torch.bucketize(places, ends, right=True).view(batch, 1, tokens)
-            seen = seen & (document[..., None, :] == document[..., None])
+        places = torch.arange(tokens, dtype=torch.int32, device=x.device)
+        first = first_seen(places, tokens, window, ends, 1 if ends is None else batch)
+        seen = ((places <= places[:, None]) & (places >= first[..., None]))[:, None]
         mask = torch.full(seen.shape, -torch.inf, dtype=x.dtype, device=x.device)
         return mask.masked_fill_(seen, 0.0)
 
@@ -153,7 +149,6 @@ class PackedFlash(DotProduct):
         self._asks_for_groups = "enable_gqa" in parameters  # before torch 2.12 groups need no word
 
     def describe(self) -> str:
-        """Return the kernel's description for the log."""
         return f"flash_attention {self._what}"
 
     def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> Tensor | None:
@@ -194,7 +189,6 @@ class FlashAttention3(AttentionKernel):
         self._attend_documents = torch.compiler.disable(flash_attn_varlen_func)
 
     def describe(self) -> str:
-        """Return the kernel's description for the log."""
         return "flash_attention_3"
 
     def __call__(

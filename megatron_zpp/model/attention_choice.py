@@ -73,7 +73,8 @@ def choose_attention(
         make = partial(DotProduct, "math", remark)
         return Choice(make, f"{scored}, because {reason},", reason if bounded else "")
     if backend == "flash3":
-        _check_flash3(dropout, dtype, device)
+        if hindrance := _no_flash3(dropout, dtype, device):
+            raise option_error(FLAG, backend, hindrance)
         return Choice(FlashAttention3)
     # On Hopper GPUs torch takes cuDNN's, the fastest that comes with torch.
     torchs = Choice(partial(DotProduct, None if backend == "auto" else backend), dense=no_other)
@@ -98,17 +99,15 @@ def _flex() -> AttentionKernel:
     return Flex()
 
 
-def _check_flash3(dropout: float, dtype: torch.dtype, device: torch.device | None) -> None:
-    """Raises ValueError if it cannot serve."""
+def _no_flash3(dropout: float, dtype: torch.dtype, device: torch.device | None) -> str:
+    """Return what prevents FlashAttention3, and what to use; empty if nothing does."""
     if device is not None and device.type != "cuda":
-        raise option_error(FLAG, "flash3", f"its kernels need a Hopper GPU; on the {device.type} use auto")
+        return f"its kernels need a Hopper GPU; on the {device.type} use auto"
     if device is not None and importlib.util.find_spec("flash_attn_interface") is None:
-        missing = "module flash_attn_interface, of FlashAttention-3, is not installed"
-        raise option_error(FLAG, "flash3", f"{missing}; use auto")
+        return "module flash_attn_interface, of FlashAttention-3, is not installed; use auto"
     if dropout:
-        raise option_error(FLAG, "flash3", f"has no dropout; use --attention-dropout 0 instead of {dropout}")
-    if dtype.itemsize != 2:
-        raise option_error(FLAG, "flash3", "computes in bf16 and fp16; leave out --fp32, or use auto")
+        return f"has no dropout; use --attention-dropout 0 instead of {dropout}"
+    return "" if dtype.itemsize == 2 else "computes in bf16 and fp16; leave out --fp32, or use auto"
 
 
 def _no_flex(head_width: int, dropout: float, device: torch.device | None) -> str:

@@ -1,6 +1,6 @@
 """Builds a model with the modules of a run: norms, matmuls, those of tensor ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import count
 
 from torch import nn
@@ -94,7 +94,8 @@ def norm_classes(backend: str) -> Mapping[str, type[Norm]]:
 def use_norms(model: GPT, norms: Mapping[str, type[Norm]]) -> None:
     """Replace all norms of a model."""
     kind, made = norms[model.config.normalization], dict[nn.Module, nn.Module]()
-    for owner in _owners(model):
+    halves = [half for layer in model.layers for half in layer.halves]  # which layers do not register
+    for owner in [*model.modules(), *halves]:
         for name, norm in owner.named_children():
             if type(norm) in TORCH_NORMS.values():
                 if norm not in made:
@@ -112,10 +113,3 @@ def use_matmuls(model: GPT, matmuls: Matmuls) -> None:
                 if isinstance(linear, nn.Linear):
                     biased = linear.bias is not None
                     setattr(owner, name, matmuls.linear(linear.in_features, linear.out_features, bias=biased))
-
-
-def _owners(model: GPT) -> Iterator[nn.Module]:
-    """The modules that have norms."""
-    yield from (model.embedding, model.head)
-    for layer in model.layers:
-        yield from (layer, *layer.halves, layer.attention)

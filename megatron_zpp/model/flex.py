@@ -14,7 +14,7 @@ from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_zpp.model.attention import DotProduct
-from megatron_zpp.model.masks import Mask
+from megatron_zpp.model.masks import Mask, first_seen
 from megatron_zpp.model.scores import PLAIN_SCORES, Scores
 
 _BLOCK = 128  # tokens of queries and of keys that a mask shows or hides together
@@ -35,17 +35,13 @@ class Flex(DotProduct):
         self._known: dict[tuple[int, int | None, torch.device], BlockMask] = {}
 
     def describe(self) -> str:
-        """Return the kernel's description for the log."""
         return "flex_attention"
 
     def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> BlockMask:
         """(B, T, …) -> the blocks of keys that each block of queries sees; with documents for each row."""
         if ends is None:
             return self._blocks_of_rows(x, window)
-        batch, tokens = x.shape[:2]
-        places = torch.arange(batch * tokens, dtype=ends.dtype, device=ends.device).view(batch, tokens)
-        begins = ends[torch.bucketize(places, ends, right=True) - 1]  # the last end up to a token
-        first = torch.maximum(begins - places[:, :1], _newest(x, window or tokens))  # (B, T)
+        first = first_seen(_places(x), x.shape[1], window, ends, len(x))
 
         def inside(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (key >= first[b, query])
@@ -54,11 +50,10 @@ class Flex(DotProduct):
 
     def _blocks_of_rows(self, x: Tensor, window: int | None) -> BlockMask:
         """Those of all rows, which are made once per length and window."""
-        tokens = x.shape[1]
-        key = tokens, window, x.device
+        key = x.shape[1], window, x.device
         if key not in self._known:
             with torch.inference_mode(False):  # a graph may keep them for a backward
-                first = _newest(x, window or tokens)
+                (first,) = first_seen(_places(x), x.shape[1], window)
 
                 def near(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
                     return (key <= query) & (key >= first[query])  # no number, which is compiled anew
@@ -136,10 +131,9 @@ def _moved(shift: int, device: torch.device) -> Tensor:
     return torch.full((), shift, dtype=torch.int32, device=device)
 
 
-def _newest(x: Tensor, window: int) -> Tensor:
-    """The first token that each of T tokens attends to, (T) int32."""
-    places = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-    return (places - window + 1).clamp(min=0)
+def _places(x: Tensor) -> Tensor:
+    """Those of T tokens, (T) int32."""
+    return torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
 
 
 def _blocks(first: Tensor, visible: _Visible, shift: int = 0) -> BlockMask:

@@ -9,9 +9,8 @@ samples, T are all tokens of a sample outside of the model, and this rank's insi
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,7 +29,6 @@ from megatron_zpp.model.loss import (
     logits_to_gradient,
     soft_capped,
 )
-from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.recomputation import recomputed_units, segments
 from megatron_zpp.model.rotary import UNROTATED, Part, Rotation, rotary_embeddings, whole
 
@@ -193,13 +191,19 @@ class GPT(nn.Module):
         # In the format of queries. x itself may be of some of the tokens only.
         shaped = x.new_empty(1, dtype=self.head.norm.weight.dtype).expand(*tokens.shape, 1)
         masks = {window: self.attention.mask(shaped, window, documents) for window in set(self.windows)}
+
+        def run(x: Tensor, first: int, last: int) -> Tensor:
+            for at in range(first, last):
+                x = self.layers[at](x, masks[self.windows[at]], rotations[at])
+            return x
+
         for first, last, recomputed in segments(self.config.num_layers, self.recompute):
-            run = partial(self._run_layers, first=first, last=last, masks=masks, rotations=rotations)
             if recomputed and self.training:
                 with self.offload.saving() if self.offload else nullcontext():
-                    x = checkpoint(run, x, use_reentrant=False)  # x alone is kept, and may be offloaded
+                    # x alone is kept, and may be offloaded.
+                    x = checkpoint(run, x, first, last, use_reentrant=False)
             else:
-                x = run(x)
+                x = run(x, first, last)
         if targets is not None:
             return self.head(x, self.embedding.tokens.weight, self.part(targets))
         return self.joined(self.head(x, self.embedding.tokens.weight)[..., : self.vocab_size])
@@ -286,15 +290,3 @@ class GPT(nn.Module):
             tensor.normal_(0.0, std, generator=torch.Generator(tensor.device).manual_seed(own_seed))
         if name in ("embedding.tokens.weight", "head.output.weight"):
             tensor[self.vocab_size :] = 0.0
-
-    def _run_layers(
-        self,
-        x: Tensor,
-        first: int,
-        last: int,
-        masks: Mapping[int | None, Mask],
-        rotations: Sequence[Rotation],
-    ) -> Tensor:
-        for at in range(first, last):
-            x = self.layers[at](x, masks[self.windows[at]], rotations[at])
-        return x

@@ -9,7 +9,7 @@ Runs replace modules of a layer, whose names stay: linear maps by those of 8-bit
 kernels (model/fused/blocks.py).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -34,15 +34,21 @@ TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": n
 
 def norm_of(config: ModelConfig, width: int, *, of_sums: bool = False) -> Norm:
     """The norm of a model, of vectors of `width` elements; `of_sums`: of the residual stream."""
-    norms = WIDE_NORMS if of_sums and config.fp32_residual_connection else TORCH_NORMS
-    norms = CENTRED_NORMS if config.apply_layernorm_1p else norms
-    return norms[config.normalization](width, eps=config.norm_epsilon)
+    centred = config.apply_layernorm_1p
+    norms = WIDE_NORMS if centred or (of_sums and config.fp32_residual_connection) else TORCH_NORMS
+    norm: Any = norms[config.normalization](width, eps=config.norm_epsilon)
+    if centred:
+        norm.offset = 1.0
+    return norm
 
 
 class WideLayerNorm(nn.LayerNorm):
-    """A LayerNorm in fp32, which returns the format of its weights (--fp32-residual-connection)."""
+    """A LayerNorm in fp32, which returns the format of its weights (--fp32-residual-connection).
 
-    offset = 0.0  # of the weights
+    It multiplies by its weights plus an `offset`: 1 with --apply-layernorm-1p.
+    """
+
+    offset = 0.0
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, width) -> (…, width)."""
@@ -63,20 +69,7 @@ class WideRMSNorm(nn.RMSNorm):
         return F.rms_norm(x.to(wide), self.normalized_shape, gain, self.eps).to(self.weight.dtype)
 
 
-class CentredLayerNorm(WideLayerNorm):
-    """A LayerNorm that multiplies by 1 + its weights (--apply-layernorm-1p)."""
-
-    offset = 1.0
-
-
-class CentredRMSNorm(WideRMSNorm):
-    """The same of an RMSNorm."""
-
-    offset = 1.0
-
-
 WIDE_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": WideLayerNorm, "RMSNorm": WideRMSNorm}
-CENTRED_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": CentredLayerNorm, "RMSNorm": CentredRMSNorm}
 
 
 def linear_of(shape: LinearShape) -> nn.Linear:
@@ -135,13 +128,16 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """(B, T, D) -> queries (B, T, N, H) and keys (B, T, G, H), normalised and rotated, and values."""
-        heads, groups = self.heads, self.groups
-        q, k, v = (
-            self.qkv(x).unflatten(-1, (heads + 2 * groups, self.head_width)).split([heads, groups, groups], 2)
-        )
+        q, k, v = self.mapped(x)
         if rotation.rotates and not self.normalized and v.requires_grad:
             v = v.clone()  # a view would keep all of qkv for the backward, which needs nothing else of it
         return rotation(self.normalize(q, self.query_norm)), rotation(self.normalize(k, self.key_norm)), v
+
+    def mapped(self, x: Any) -> tuple[Tensor, ...]:
+        """(B, T, D) -> queries, keys and values as the map into heads makes them."""
+        heads, groups = self.heads, self.groups
+        joined = self.qkv(x).unflatten(-1, (heads + 2 * groups, self.head_width))
+        return joined.split([heads, groups, groups], 2)
 
     def normalize(self, x: Tensor, norm: nn.Module) -> Tensor:
         """The norm of heads (B, T, N or G, H): one by one, or all together."""
@@ -170,12 +166,7 @@ def geglu(x: Tensor) -> Tensor:
     return gelu(gate) * up
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": gelu,
-    "geglu": geglu,
-    "squared_relu": squared_relu,
-    "swiglu": swiglu,
-}
+_ACTIVATIONS = {each.__name__: each for each in (gelu, geglu, squared_relu, swiglu)}
 
 
 class MLP(nn.Module):

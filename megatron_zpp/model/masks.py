@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Mask:
@@ -23,3 +26,19 @@ class Mask:
 
 
 CAUSAL = Mask()
+
+
+def first_seen(
+    places: Tensor, tokens: int, window: int | None, ends: Tensor | None = None, rows: int = 1
+) -> Tensor:
+    """The first token of its row that each token sees, (B, T); it sees those from there up to itself.
+
+    `places` (T) are those of the tokens in each of B `rows`, of `tokens` each; `ends` (E) of documents as in
+    model/attention.py.
+    """
+    newest = (places - (window or tokens) + 1).clamp(min=0)
+    if ends is None:
+        return newest.expand(rows, -1)
+    begins = tokens * torch.arange(rows, dtype=ends.dtype, device=ends.device)[:, None]
+    documents = ends[torch.bucketize(begins + places, ends, right=True) - 1]  # the last end up to a token
+    return torch.maximum(documents - begins, newest)

@@ -5,6 +5,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from megatron_zpp.distributed.comm_stream import copy_beside
+
 
 class Offloaded:
     """One tensor on its way out, in CPU memory, or on its way back."""
@@ -73,7 +75,4 @@ class ActivationOffload:
         """Starts a copy beside the compute; the event follows it."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+        return copy_beside(self._stream, target, source)

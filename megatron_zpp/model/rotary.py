@@ -9,7 +9,7 @@ Channels i and i + R/2 of a head form a pair, as in Megatron-LM and Hugging Face
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 import torch
@@ -116,6 +116,7 @@ class Rotation:
 UNROTATED = Rotation()
 
 
+@dataclass(eq=False)
 class RotaryEmbedding:
     """The rotation of each position, by `frequencies` (R / 2) fp32 in radians per position.
 
@@ -124,16 +125,11 @@ class RotaryEmbedding:
     count without a break, so that each document of a row has its own.
     """
 
-    def __init__(
-        self,
-        frequencies: Tensor,
-        *,
-        interleaved: bool = False,
-        attention_factor: float = 1.0,
-        original: int | None = None,
-    ) -> None:
-        self.frequencies, self.original = frequencies, original
-        self.interleaved, self.attention_factor = interleaved, attention_factor
+    frequencies: Tensor
+    _: KW_ONLY
+    interleaved: bool = False
+    attention_factor: float = 1.0
+    original: int | None = None
 
     def rotation(self, positions: Tensor, part: Part = whole) -> Rotation:
         """Return the rotation of a `part` of positions (B or 1, T)."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_zpp.ops.formats import SCALE_BYTES, LloydMaxFormat
 
 SMALLEST_NORMAL = 2.0**-126
-_NAN = 0x7FC0  # as bits: which NaN a conversion makes depends on the device
+BF16_NAN = 0x7FC0  # as bits: which NaN a conversion makes depends on the device
 _EXPONENT = 0x7F800000
 
 # By bits: the positive levels, and the boundaries between them; the negative ones mirror them around 0.
@@ -67,7 +67,7 @@ def stored_scales(scales: Tensor, finite: Tensor, usable: Tensor) -> Tensor:
     rounded = scales.to(torch.bfloat16)
     usable = usable & (rounded.float() >= SMALLEST_NORMAL)
     bits = torch.where(usable, rounded.view(torch.int16), torch.zeros_like(rounded).view(torch.int16))
-    return bits.masked_fill(~finite | (usable & rounded.isinf()), _NAN).view(torch.bfloat16)
+    return bits.masked_fill(~finite | (usable & rounded.isinf()), BF16_NAN).view(torch.bfloat16)
 
 
 def nearest_codes(x: Tensor, unit: Tensor, bits: int) -> Tensor:

@@ -14,13 +14,11 @@ from torch import Tensor
 
 from megatron_zpp.ops.adamw import AdamWScalars, AdamWStep
 from megatron_zpp.ops.formats import SCALE_BYTES, SQUARES_BLOCK, CodeType, QuantFormat
-from megatron_zpp.ops.lloyd_max import ordered_sum
+from megatron_zpp.ops.lloyd_max import BF16_NAN, SMALLEST_NORMAL, ordered_sum
 
 # R rows, n columns, G output messages, P input messages, m elements, K blocks, B elements per block
 TILE = 1 << 20
 _FACTORS = {"int8": -(2.0**-7), "int4": -(2.0**-3)}
-_SMALLEST_NORMAL = 2.0**-126
-_NAN_BITS = 0x7FC0  # of bf16
 _FP16_MAX = 65504.0
 
 
@@ -158,11 +156,6 @@ def _zero_padding(message: Tensor, format: QuantFormat, numel: int) -> None:
     message[numel // format.block * format.block_bytes :] = 0
 
 
-def _scales_of(stored: Tensor) -> Tensor:
-    """Scales (K,) bf16 from their bytes (K, 2), which may have any strides."""
-    return stored.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).squeeze(1)
-
-
 def _write_blocks(message: Tensor, format: QuantFormat, numel: int, first: int, x: Tensor) -> None:
     """Encode x (n,) fp32, whole blocks, as the elements from `first` on of a message of `numel` elements."""
     codes, scales = _message_parts(message, format, numel)
@@ -177,7 +170,8 @@ def _sum_of(messages: Tensor, format: QuantFormat, m: int, here: slice) -> Tenso
     values = []
     for message in messages:
         encoded, stored = (part[first:last] for part in _message_parts(message, format, m))
-        values.append(_decode_blocks(encoded, _scales_of(stored), format))
+        scales = stored.clone(memory_format=torch.contiguous_format)  # bytes (K, 2), of any strides before
+        values.append(_decode_blocks(encoded, scales.view(torch.bfloat16).squeeze(1), format))
     offset = here.start - first * format.block
     return reduce(torch.add, values).flatten()[offset : offset + here.stop - here.start]
 
@@ -218,10 +212,9 @@ def _block_scales(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
     magnitude = x.abs().amax(1)
     peak = torch.where((x == magnitude[:, None]).any(1), magnitude, -magnitude)
     stored = (peak * _FACTORS[format.code_type]).bfloat16()
-    usable = finite & (stored.float().abs() >= _SMALLEST_NORMAL)
-    # Set as bits, because the NaN that a conversion makes depends on the device.
+    usable = finite & (stored.float().abs() >= SMALLEST_NORMAL)
     bits = torch.where(usable, stored, 0.0).view(torch.int16)
-    return bits.masked_fill(~finite, _NAN_BITS).view(torch.bfloat16), usable
+    return bits.masked_fill(~finite, BF16_NAN).view(torch.bfloat16), usable
 
 
 def _to_integers(x: Tensor, inverse: Tensor, bits: int) -> Tensor:

@@ -67,12 +67,11 @@ def find_toolchain(environ: Mapping[str, str]) -> Toolchain:
     ninja = shutil.which("ninja", path=f"{path}{os.pathsep}{Path(sys.executable).parent}")
     if ninja is None:
         raise BuildError("ninja is not installed (pip install ninja)")
-    found = Toolchain(cxx, _run(cxx, "--version").splitlines()[0], ninja)
-    if cuda_problem(environ) is not None:
-        return found
-    nvcc = find_nvcc(environ)
-    assert nvcc is not None, "cuda_problem names a missing compiler"
-    return Toolchain(cxx, found.cxx_version, ninja, nvcc, nvcc_version(nvcc), _cuda_home(nvcc))
+    version = _run(cxx, "--version").splitlines()[0]
+    nvcc = find_nvcc(environ) if cuda_problem(environ) is None else None
+    if nvcc is None:
+        return Toolchain(cxx, version, ninja)
+    return Toolchain(cxx, version, ninja, nvcc, nvcc_version(nvcc), _cuda_home(nvcc))
 
 
 def cuda_problem(environ: Mapping[str, str]) -> str | None:

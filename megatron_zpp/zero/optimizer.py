@@ -12,6 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from megatron_zpp.distributed.comm_stream import copy_beside
 from megatron_zpp.exchange.segments import GradSegment, segments_inside
 from megatron_zpp.placement import Placement, overlap
 from megatron_zpp.zero.sharded_unit import Unit
@@ -216,7 +217,7 @@ class OffloadedOptimizer(_Steps[Scalars]):
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         self._arrived = [
-            self._copy(unit.gradient, gradient)
+            copy_beside(self._stream, gradient, unit.gradient)
             for unit, gradient in zip(self._units, self._gradients, strict=True)
         ]
         divisor, found_inf = divisor.cpu(), found_inf.cpu()
@@ -234,14 +235,7 @@ class OffloadedOptimizer(_Steps[Scalars]):
             self._sources.write(unit)  # also if the step is skipped, because scales may have changed
         elif self._scalars:
             new = unit.master if source is None else source
-            torch.cuda.current_stream().wait_event(self._copy(new, unit.gather_source))
-
-    def _copy(self, source: Tensor, target: Tensor) -> torch.cuda.Event:
-        """Copy between the CPU and the device, after all work submitted to the current stream so far."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+            torch.cuda.current_stream().wait_event(copy_beside(self._stream, unit.gather_source, new))
 
 
 class _Group(NamedTuple):

@@ -60,13 +60,12 @@ def test_casts_write_the_oracles_codes(kind: int, rows: int, width: int) -> None
 @pytest.mark.parametrize(("rows", "widths"), [(80, (144,)), (80, (144, 48, 48)), (4096, (2064, 2064, 2064))])
 def test_gradients_are_joined_as_codes(rows: int, widths: tuple[int, ...], with_sums: bool) -> None:
     """In both layouts, bit for bit; and their sums over rows."""
-    from megatron_zpp.model.fp8.kernels.cast import cast_gradient, cast_gradients_of_heads
+    from megatron_zpp.model.fp8.kernels.cast import cast_gradients
 
     joined = torch.randn(rows, sum(widths), dtype=torch.bfloat16, device="cuda")
     factors = factors_of(torch.full((3,), 1000.0, device="cuda"))
     found, expected = torch.zeros(2, 3, device="cuda")
-    function = cast_gradient if len(widths) == 1 else cast_gradients_of_heads
-    by_rows, by_columns, sums = function(*joined.split(widths, 1), factors, found, sums=with_sums)
+    by_rows, by_columns, sums = cast_gradients(joined.split(widths, 1), factors, found, sums=with_sums)
     codes, _ = plain_cast(joined, factors, expected, GRADIENT, rows=True, columns=False)
     same_codes(by_rows, codes)
     same_codes(by_columns.t(), codes)

@@ -46,7 +46,7 @@ def functions(group: TensorGroup, dtype: torch.dtype) -> Cases:
         return made
 
     def of_codes(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return coded.of_codes(CodedInput(x, CODES[:ROWS], CODES[:, :ROWS]), weight, bias)
+        return coded(CodedInput(x, CODES[:ROWS], CODES[:, :ROWS]), weight, bias)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return ring(q, k, v, 0.0, ring.mask(q, None, None), Scores(sinks=sinks))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_zpp.model import loss as loss_module
 from megatron_zpp.model.loss import IGNORED, LossKernels, Objective, chunk_rows, linear_cross_entropy
-from megatron_zpp.model.parallel.loss import VocabularyParallelLoss
+from megatron_zpp.model.parallel.loss import vocabulary_parallel_loss
 
 CHUNK = 7  # tokens
 WIDE, NARROW = 48, 2  # hidden sizes, such that 15 tokens keep the gradient of the logits, or fp32 sums
@@ -44,10 +44,10 @@ def over_ranks(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
     parts, statistics = [part.clone() for part in logits.chunk(2, 1)], []
     for rank, part in enumerate(parts):
         group = SimpleNamespace(rank=rank, gather=lambda own: statistics.append(own) or own)
-        VocabularyParallelLoss(group).kernels().loss(part, targets, objective)
+        vocabulary_parallel_loss(group).loss(part, targets, objective)
     for rank, part in enumerate(parts):
         group = SimpleNamespace(rank=rank, gather=lambda own: torch.cat(statistics))
-        total = VocabularyParallelLoss(group).kernels().to_gradient(part, targets, objective)
+        total = vocabulary_parallel_loss(group).to_gradient(part, targets, objective)
     logits.copy_(torch.cat(parts, 1))
     return total
 

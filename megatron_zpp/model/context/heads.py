@@ -75,7 +75,6 @@ class AllToAllHeads(AttentionKernel):
         self.context_ranks = group.size
 
     def describe(self) -> str:
-        """Return the kernel's description for the log."""
         kernel = self._kernel.describe()
         return f"all-to-all of heads among {self.context_ranks} context ranks{kernel and f', {kernel}'}"
 

@@ -40,7 +40,7 @@ from megatron_zpp.model.context.blocks import (
 from megatron_zpp.model.context.parts import own_part
 from megatron_zpp.model.context.rounds import Pair, Round, rounds
 from megatron_zpp.model.context.travel import send_home, travelling_keys
-from megatron_zpp.model.masks import Mask
+from megatron_zpp.model.masks import Mask, first_seen
 from megatron_zpp.model.scores import PLAIN_SCORES, Scores
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ class Ring(AttentionKernel):
         self._known: dict[tuple[Any, ...], Seen] = {}
 
     def describe(self) -> str:
-        """Return the kernel's description for the log."""
         blocks = (self._flex or self._kernel).describe()
         return f"ring of {self.context_ranks} context ranks{blocks and f', {blocks}'}"
 
@@ -104,25 +103,21 @@ class Ring(AttentionKernel):
         """(B, T, …) -> what each token sees; None: causal, for kernels that know it."""
         if ends is None:
             return self._seen_in_rows(x, window) if window is not None or self._flex else None
-        tokens, own = x.shape[1] * self.context_ranks, self._places(x.shape[1], ends.device)
-        rows = tokens * torch.arange(len(x), dtype=ends.dtype, device=ends.device)[:, None]
-        begins = ends[torch.bucketize(rows + own, ends, right=True) - 1]  # the last end up to a token
-        return Seen(torch.maximum(begins - rows, _newest(own, window or tokens)))
+        return Seen(self._first_seen(x, window, ends))
 
     def _seen_in_rows(self, x: Tensor, window: int | None) -> Seen:
         """What tokens of whole samples see, made once per shape and window."""
         key = *x.shape[:2], window, x.device
         if key not in self._known:
             with torch.inference_mode(False):  # a graph may keep it for a backward
-                own = self._places(x.shape[1], x.device)
-                first = _newest(own, window or x.shape[1] * self.context_ranks)
-                self._known[key] = Seen(first.expand(len(x), -1).contiguous())
+                self._known[key] = Seen(self._first_seen(x, window).contiguous())
         return self._known[key]
 
-    def _places(self, tokens: int, device: torch.device) -> Tensor:
-        """Where this rank's `tokens` of a sample are in it, (T) int32."""
-        whole = torch.arange(tokens * self.context_ranks, dtype=torch.int32, device=device)
-        return own_part(whole[None], self.context_ranks, self._group.rank)[0]
+    def _first_seen(self, x: Tensor, window: int | None, ends: Tensor | None = None) -> Tensor:
+        tokens = x.shape[1] * self.context_ranks
+        whole = torch.arange(tokens, dtype=torch.int32, device=x.device)
+        own = own_part(whole[None], self.context_ranks, self._group.rank)[0]
+        return first_seen(own, tokens, window, ends, len(x))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
@@ -147,11 +142,6 @@ class Ring(AttentionKernel):
         kernel = FlexBlocks(self._flex, scores, seen.first, seen.blocks)
         ring = _Passes(self._group.name, window, scores.scale, scores.softcap, _MATH, kernel)
         return _Attention.apply(q, k, v, scores.sinks, None, None, ring)
-
-
-def _newest(places: Tensor, window: int) -> Tensor:
-    """The first place that a token at each of `places` sees."""
-    return (places - window + 1).clamp(min=0)
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,7 @@ def plain_cast(
     largest = torch.where(finite, size, 0.0).amax()
     maxima[kind] = torch.maximum(maxima[kind], largest)
     scaled = (wide * factors[0, kind, 0]).clamp(-LARGEST[kind], LARGEST[kind])
-    codes = torch.where(finite, scaled, torch.nan).to(FORMATS[kind])
-    none = codes.new_empty(0)
-    return codes if rows else none, codes.t().contiguous() if columns else none
+    return _laid_out(torch.where(finite, scaled, torch.nan).to(FORMATS[kind]), rows, columns)
 
 
 def present_cast(x: Tensor, kind: int, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,18 +47,30 @@ def present_cast(x: Tensor, kind: int, *, rows: bool, columns: bool) -> tuple[Te
     """
     scale = x.abs().amax().float().clamp(min=SMALLEST) / LARGEST[kind]
     scaled = (x.float() / scale).clamp(-LARGEST[kind], LARGEST[kind])  # rounding may lead above the largest
-    codes = scaled.to(FORMATS[kind])
+    return *_laid_out(scaled.to(FORMATS[kind]), rows, columns), scale
+
+
+def _laid_out(codes: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor]:
+    """Codes row by row and column by column, where they are wanted."""
     none = codes.new_empty(0)
-    return codes if rows else none, codes.t().contiguous() if columns else none, scale
+    return codes if rows else none, codes.t().contiguous() if columns else none
 
 
 def present_factors(x: Tensor, kind: int) -> Tensor:
     """The `factors` of x itself, for a step before which nothing is known."""
+    return factors_of(scale_of(largest_finite(x), kind).expand(3))
+
+
+def largest_finite(x: Tensor) -> Tensor:
+    """The largest finite magnitude of x, () fp32."""
     size = x.abs().float()
-    largest = torch.where(size < torch.inf, size, 0.0).amax()
+    return torch.where(size < torch.inf, size, 0.0).amax()  # NaN is not less
+
+
+def scale_of(largest: Tensor, kind: int) -> Tensor:
+    """The scales of tensors with these largest magnitudes."""
     # Not a number over a tensor, which torch rounds twice: scales of earlier steps are rounded once.
-    scale = torch.full_like(largest, LARGEST[kind]) / largest.clamp(min=SMALLEST)
-    return factors_of(scale.expand(3))
+    return torch.full_like(largest, LARGEST[kind]) / largest.clamp(min=SMALLEST)
 
 
 def factors_of(scales: Tensor) -> Tensor:

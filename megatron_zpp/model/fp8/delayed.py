@@ -37,12 +37,18 @@ Transpose: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # what `plain_transpo
 class CodedInput:
     """The input of a linear map as codes, by rows (R, K) and by columns (K, R).
 
-    `carrier` (…, K) has the shape and format of the input, and no contents: it takes the gradient back.
+    `carrier` (…, K) has the shape and format of the input. With codes it has no contents, and takes the
+    gradient back; without, it is the input.
     """
 
     carrier: Tensor
-    codes: Tensor
-    columns: Tensor
+    codes: Tensor | None = None
+    columns: Tensor | None = None
+
+
+def as_coded(x: Tensor | CodedInput) -> CodedInput:
+    """An input of a linear map, with codes or without."""
+    return x if isinstance(x, CodedInput) else CodedInput(x)
 
 
 def plain_transpose(codes: Tensor, after: Tensor) -> Tensor:
@@ -82,21 +88,16 @@ class DelayedProduct(nn.Module):
         self.maxima = self.maxima.float()
         return self
 
-    def forward(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """(R, K), (N, K), (N) -> (R, N) in the dtype of the rows."""
-        return CodedProduct.apply(rows, None, None, weight, bias, *self._state(), torch.is_grad_enabled())
-
-    def of_codes(self, coded: CodedInput, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same of codes that were made with these `factors`."""
-        rows = coded.carrier.flatten(0, -2)
-        return CodedProduct.apply(
-            *(rows, coded.codes, coded.columns, weight, bias), *self._state(), torch.is_grad_enabled()
-        )
-
-    def _state(self) -> tuple[Any, ...]:
-        """Arguments of CodedProduct; the compiler takes no tensor twice, and both factors may be one."""
+    def forward(self, input: Tensor | CodedInput, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """(R, K), (N, K), (N) -> (R, N) in the dtype of the rows; codes were made with these `factors`."""
+        given = as_coded(input)
+        # The compiler takes no tensor twice, and both factors may be one.
         of_codes = self.code_factors if self.factors is None else None
-        return self.factors, self.maxima, self.codes, of_codes, self.cast, self.transpose
+        return CodedProduct.apply(
+            *(given.carrier.flatten(0, -2), given.codes, given.columns, weight, bias),
+            *(self.factors, self.maxima, self.codes, of_codes, self.cast, self.transpose),
+            torch.is_grad_enabled(),
+        )
 
 
 class DelayedLinear(nn.Linear):
@@ -116,11 +117,8 @@ class DelayedLinear(nn.Linear):
 
     def forward(self, input: Tensor | CodedInput) -> Tensor:
         """(..., in) -> (..., out), in the dtype of the input."""
-        if isinstance(input, CodedInput):
-            rows = self.product.of_codes(input, self.weight, self.bias)
-            return rows.unflatten(0, input.carrier.shape[:-1])
-        rows = self.product(input.flatten(0, -2), self.weight, self.bias)
-        return rows.unflatten(0, input.shape[:-1])
+        rows = self.product(input, self.weight, self.bias)
+        return rows.unflatten(0, as_coded(input).carrier.shape[:-1])
 
 
 class CodedProduct(torch.autograd.Function):

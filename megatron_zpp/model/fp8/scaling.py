@@ -57,16 +57,11 @@ class DelayedScaling:
         self._codes = torch.tensor(LARGEST, device=device)
         self._history = torch.zeros(history, count, 3, device=device)  # the newest step first
         self._scales = torch.ones(count, 3, device=device)
-        self._known = False
+        self.known = False  # whether there are scales of earlier steps; without, each tensor scales itself
         self._handed_out = False  # whether all products have the factors that are known
         # Of each product, in memory of its own. The products have them once they are known.
         self._factors = [torch.empty(2, 3, 4, device=device) for _ in self._products]
         self._of_codes: Tensor | None = None  # (L, 3): maxima of weights that are held as codes
-
-    @property
-    def known(self) -> bool:
-        """Whether there are scales of earlier steps. The first step of a run scales each tensor by itself."""
-        return self._known
 
     def begin_step(self) -> None:
         """Forget the maxima of evaluations. Called before the first micro-batch of a step."""
@@ -110,7 +105,7 @@ class DelayedScaling:
 
         None before the first step. Waits for the device.
         """
-        if not self._known:
+        if not self.known:
             return None
         histories, scales = self._history.cpu().transpose(0, 1), self._scales.tolist()
         entries = zip(self._products.items(), scales, histories.contiguous(), strict=True)
@@ -126,7 +121,7 @@ class DelayedScaling:
         Without an entry for the output layer, its tensors are scaled by themselves in the next step; an entry
         that is not needed is dropped. Raises ValueError if the state is that of other linear maps.
         """
-        self._known = self._handed_out = False
+        self.known = self._handed_out = False
         self._history.zero_()
         self._scales.fill_(1.0)
         for product in self._products.values():
@@ -150,12 +145,11 @@ class DelayedScaling:
             self._products[OUTPUT].factors, self._handed_out = None, False
 
     def _hand_out(self) -> None:
-        factors = factors_of(self._scales)  # (L, 2, 3, 4)
         if not self._handed_out:
             for product, own in zip(self._products.values(), self._factors, strict=True):
                 product.factors = own
-            self._known = self._handed_out = True
-        torch._foreach_copy_(self._factors, list(factors.unbind()))
+            self.known = self._handed_out = True
+        torch._foreach_copy_(self._factors, list(factors_of(self._scales).unbind()))  # of (L, 2, 3, 4)
 
 
 def _entry(scales: list[float], history: Tensor) -> dict[str, Any]:

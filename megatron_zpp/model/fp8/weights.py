@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from megatron_zpp.model.fp8.cast import FORMATS, LARGEST, SMALLEST, WEIGHT, factors_of, plain_cast
+from megatron_zpp.model.fp8.cast import FORMATS, WEIGHT, factors_of, largest_finite, plain_cast, scale_of
 from megatron_zpp.model.fp8.scaling import DelayedScaling
 
 
@@ -54,12 +54,10 @@ class WeightCodes:
         if self._scaling.known:
             return
         for name, numbers in parts:
-            size, maxima = numbers.abs(), self._held[name].maxima
-            largest = torch.where(size < torch.inf, size, 0.0).amax()  # NaN is not less
-            maxima[WEIGHT] = torch.maximum(maxima[WEIGHT], largest)
+            maxima = self._held[name].maxima
+            maxima[WEIGHT] = torch.maximum(maxima[WEIGHT], largest_finite(numbers))
         found = over_ranks(torch.stack([held.maxima[WEIGHT] for held in self._held.values()]))
-        scales = torch.full_like(found, LARGEST[WEIGHT]) / found.clamp(min=SMALLEST)
-        factors = factors_of(scales[:, None].expand(-1, 3))
+        factors = factors_of(scale_of(found, WEIGHT)[:, None].expand(-1, 3))
         torch._foreach_copy_([held.factors for held in self._held.values()], list(factors.unbind()))
         self.begin()
 

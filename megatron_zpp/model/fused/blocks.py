@@ -36,18 +36,14 @@ class FusedAttention(Attention):
     joins_heads: bool  # where heads are not rotated, with the gradient of the bias
 
     def split(self, x: Any, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        if not torch.compiler.is_compiling():
-            return super().split(x, rotation)
-        if self.rotates(rotation):
+        if torch.compiler.is_compiling() and rotation.rotates and not self.normalized:
             return fused_rotary.rotate_heads(self.qkv(x), self.heads, self.groups, self.head_width, rotation)
-        if not self.joins_heads:
-            return super().split(x, rotation)
-        q, k, v = fused_linear.heads_of_linear(x, self.qkv, self.heads, self.head_width)
-        return rotation(self.normalize(q, self.query_norm)), rotation(self.normalize(k, self.key_norm)), v
+        return super().split(x, rotation)
 
-    def rotates(self, rotation: Rotation) -> bool:
-        """Whether one kernel splits and rotates heads."""
-        return rotation.rotates and not self.normalized
+    def mapped(self, x: Any) -> tuple[Tensor, ...]:
+        if torch.compiler.is_compiling() and self.joins_heads:
+            return fused_linear.heads_of_linear(x, self.qkv, self.heads, self.head_width)
+        return super().mapped(x)
 
 
 class FusedMLP(MLP):
@@ -64,17 +60,26 @@ class FusedMLP(MLP):
         return super().activate(x)
 
 
-class FusedFirstHalf(Half):
-    """The half of attention in the graph of a whole layer; its residual sum is left to the other half."""
+class FusedHalf(Half):
+    """A half whose kernel makes the norm before the part, if there is one."""
 
-    attention_norm: Any
     attention: FusedAttention
+    mlp: FusedMLP
 
     def enter(self, x: Tensor) -> tuple[Tensor | Residual, Any]:
-        if not torch.compiler.is_compiling():
+        before = getattr(self, f"{self.part}_norm")
+        if not torch.compiler.is_compiling() or isinstance(before, nn.Identity):
             return super().enter(x)
-        normed, token = fused_norm.norm(x, self.attention_norm)
+        token, normed = self.normalize(x, before)
         return Residual(x, token), normed
+
+    def normalize(self, x: Tensor, norm: Any, *added: Tensor) -> tuple[Tensor, Any]:
+        """See fused/norm.norm."""
+        return fused_norm.norm(x, norm, *added)
+
+
+class FusedFirstHalf(FusedHalf):
+    """The half of attention in the graph of a whole layer; its residual sum is left to the other half."""
 
     def leave(self, x: Tensor | Residual, made: Tensor) -> Tensor | Residual:
         if not isinstance(x, Residual):
@@ -84,33 +89,21 @@ class FusedFirstHalf(Half):
         return x._replace(added=self.added(made), bias=output.bias if sums_bias else None)
 
 
-class FusedSecondHalf(Half):
+class FusedSecondHalf(FusedHalf):
     """The half of the MLP in the graph of a whole layer, whose norm's kernel makes the residual sum too."""
 
     mlp_norm: Any
-    mlp: FusedMLP
 
-    def enter(self, x: Tensor | Residual) -> tuple[Tensor, Any]:
+    def enter(self, x: Tensor | Residual) -> tuple[Any, Any]:
         if not isinstance(x, Residual):
             return super().enter(x)
         assert x.added is not None
         biases = () if x.bias is None else (x.bias, self.mlp.output.bias)
-        return fused_norm.add_norm(x.x, x.added, x.token, self.mlp_norm, biases)
+        return self.normalize(x.x, self.mlp_norm, x.added, x.token, *biases)
 
 
-class NormedHalf(Half):
+class NormedHalf(FusedHalf):
     """A half with a norm of what it has made, whose kernel makes the residual sum too."""
-
-    def enter(self, x: Tensor) -> tuple[Tensor | Residual, Any]:
-        before = getattr(self, f"{self.part}_norm")
-        if not torch.compiler.is_compiling() or isinstance(before, nn.Identity):
-            return super().enter(x)
-        normed, token = self.normalize(x, before)
-        return Residual(x, token), normed
-
-    def normalize(self, x: Tensor, norm: Any) -> tuple[Any, Tensor]:
-        """The norm before the part, and its token."""
-        return fused_norm.norm(x, norm)
 
     def leave(self, x: Tensor | Residual, made: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
@@ -132,7 +125,7 @@ def fuse(model: GPT) -> None:
         assert isinstance(mlp, FusedMLP)
         attention.joins_heads = fused_linear.serves(attention.qkv) and attention.groups == attention.heads
         mlp.follows_bias = fused_linear.serves(mlp.input) and mlp.activation is gelu
-        if norms_outputs(layer):
+        if _norms_outputs(layer):
             for half in layer.halves:
                 half.__class__ = NormedHalf
             continue
@@ -148,7 +141,7 @@ def fuse(model: GPT) -> None:
             layer.halves[0].__class__, layer.halves[1].__class__ = FusedFirstHalf, FusedSecondHalf
 
 
-def norms_outputs(layer: Layer) -> bool:
+def _norms_outputs(layer: Layer) -> bool:
     """Whether halves add norms of what they make to the residual stream, and kernels serve all norms."""
     after = (layer.attention_output_norm, layer.mlp_output_norm)
     before = [norm for norm in (layer.attention_norm, layer.mlp_norm) if not isinstance(norm, nn.Identity)]

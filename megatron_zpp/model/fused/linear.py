@@ -31,7 +31,7 @@ def serves(module: nn.Module) -> bool:
 
 
 class LinearIntoSum(nn.Linear):
-    """A map whose bias has its gradient where that of the residual sum is made: see fused/norm.add_norm."""
+    """A map whose bias has its gradient where that of the residual sum is made: see fused/norm.norm."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, in) -> (…, out)."""

@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 
-from megatron_zpp.model.layer import CENTRED_NORMS, WIDE_NORMS
+from megatron_zpp.model.layer import TORCH_NORMS, WIDE_NORMS, Norm
 
 LARGEST = 16384  # elements of a row, which a program has in registers
-_SERVED = (nn.LayerNorm, nn.RMSNorm, *WIDE_NORMS.values(), *CENTRED_NORMS.values())
+_SERVED = (*TORCH_NORMS.values(), *WIDE_NORMS.values())
 _ELEMENTS, _PROGRAMS = 6144, 5  # of a backward on a multiprocessor at a time: its registers are full then
 
 
@@ -28,51 +28,32 @@ def serves(module: nn.Module) -> bool:
     return type(module) in _SERVED and module.get_parameter("weight").numel() <= LARGEST
 
 
-def norm(x: Tensor, module: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor]:
-    """(B, T, D) -> the norm, and a token for `add_norm` that takes the gradient of the residual path back.
-
-    The norm has the format of its weights. The token has the shape of x and no contents.
-    """
-    token, normed, _, _ = _norm(x, None, None, *_settings(module), [])
-    return normed, token
-
-
-def add_norm(
-    x: Tensor,
-    added: Tensor,
-    token: Tensor,
-    module: nn.LayerNorm | nn.RMSNorm,
-    biases: tuple[Tensor, Tensor] | tuple[()] = (),
+def norm(
+    x: Tensor, module: Norm, added: Tensor | None = None, token: Tensor | None = None, *biases: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """x + added and its norm, each (B, T, D); `token` is that of x's norm: x has its gradient through it.
+    """(B, T, D) -> a token, and the norm; or x + `added`, and the norm of that.
+
+    The norm has the format of its weights. The token has the shape of x and no contents. It takes the
+    gradient of the residual path back: given with `added`, x has its gradient through it.
 
     `biases`, each (D), have their gradients here: one that `added` has in it, and one that has been added to
     what the sum becomes, which is used nowhere else. Only a LayerNorm takes them.
     """
-    total, normed, _, _ = _norm(x.detach(), added, token, *_settings(module), list(biases))
+    given = x if added is None else x.detach()
+    total, normed, _, _ = _norm(given, added, token, *settings(module), list(biases))
     return total, normed
 
 
-def add_normed(x: Tensor, made: Tensor, token: Tensor | None, module: nn.LayerNorm | nn.RMSNorm) -> Tensor:
+def add_normed(x: Tensor, made: Tensor, token: Tensor | None, module: Norm) -> Tensor:
     """x + the norm of what was `made`, (B, T, D); with a `token` x has its gradient through it."""
-    total, _, _ = _add_normed(
-        x if token is None else x.detach(), made.contiguous(), token, *_settings(module)
-    )
+    total, _, _ = _add_normed(x if token is None else x.detach(), made.contiguous(), token, *settings(module))
     return total
 
 
-def _settings(module: nn.LayerNorm | nn.RMSNorm) -> tuple[Tensor, Tensor | None, Any, float]:
-    return module.weight, bias_of(module), module.eps, offset_of(module)
-
-
-def bias_of(module: nn.LayerNorm | nn.RMSNorm) -> Tensor | None:
-    """An RMSNorm has none."""
-    return module.bias if isinstance(module, nn.LayerNorm) else None
-
-
-def offset_of(module: nn.LayerNorm | nn.RMSNorm) -> float:
-    """What is added to the weights."""
-    return getattr(module, "offset", 0.0)
+def settings(module: Norm) -> tuple[Tensor, Tensor | None, Any, float]:
+    """The weight, the bias, which an RMSNorm lacks, eps, and what is added to the weights."""
+    bias = module.bias if isinstance(module, nn.LayerNorm) else None
+    return module.weight, bias, module.eps, getattr(module, "offset", 0.0)
 
 
 @triton_op("megatron_zpp_model::norm", mutates_args={})

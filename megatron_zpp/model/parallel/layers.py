@@ -24,7 +24,7 @@ from megatron_zpp.model.gpt import GPT, Head, embedding
 from megatron_zpp.model.loss import LossKernels
 from megatron_zpp.model.matmuls import Product
 from megatron_zpp.model.parallel.exchanges import Gather, GatheredLinear, LinearScattered, ScatterSum
-from megatron_zpp.model.parallel.loss import Compiler, VocabularyParallelLoss
+from megatron_zpp.model.parallel.loss import Compiler, vocabulary_parallel_loss
 from megatron_zpp.model.recomputation import mlps_again
 from megatron_zpp.placement import Split
 
@@ -49,7 +49,7 @@ class Sharing:
 
 def share_layers(model: GPT, sharing: Sharing) -> None:
     """Leave this rank its part of every layer: equal parts of heads, groups and inner width."""
-    ranks = sharing.group.size
+    group, ranks = sharing.group, sharing.group.size
     for layer in model.layers:
         attention, mlp = layer.attention, layer.mlp
         by_row = replace(sharing, tokens=1) if layer.mlp_in_chunks else sharing
@@ -62,14 +62,13 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
             for name in ("query_norm", "key_norm"):
                 norm = getattr(attention, name)
                 split = sharing.split(0, *norm.normalized_shape)
-                setattr(attention, name, NormAcrossRanks(norm, split, sharing.group))
+                setattr(attention, name, NormAcrossRanks(norm, split, group))
         if attention.sinks is not None:
             attention.sinks = nn.Parameter(attention.sinks.new_zeros(attention.heads // ranks))
             _split(attention, sinks=sharing.split(0, attention.heads))
         attention.heads, attention.groups = attention.heads // ranks, attention.groups // ranks
-        attention.first_head = sharing.group.rank * attention.heads
+        attention.first_head = group.rank * attention.heads
     model.tensor_ranks = ranks
-    group = sharing.group
     # Positions (B or 1, S) of the tokens whose hidden states this rank has between linear maps, (R).
     model.embedding.own = lambda at, tokens: at.expand(tokens.shape).reshape(group.size, -1)[group.rank]
 
@@ -175,7 +174,7 @@ class VocabularyParallelHead(Head):
     def __init__(self, whole: Head, output: Any, sharing: Sharing) -> None:
         super().__init__(whole.norm, output, whole.objective, whole.multiplier)
         self.group, self._tokens = sharing.group, sharing.tokens
-        self.passes = VocabularyParallelLoss(self.group).kernels()
+        self.passes = vocabulary_parallel_loss(self.group)
 
     def normalize(self, x: Tensor) -> Tensor:
         """(R, D) -> the norm of all tokens, (B · S, D)."""
@@ -188,4 +187,4 @@ class VocabularyParallelHead(Head):
 
     def compile_loss(self, compiler: Compiler, fused: LossKernels | None) -> None:
         """See Head; `fused` is for whole vocabularies."""
-        self.passes = VocabularyParallelLoss(self.group, compiler).kernels()
+        self.passes = vocabulary_parallel_loss(self.group, compiler)

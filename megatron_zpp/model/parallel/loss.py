@@ -26,42 +26,34 @@ from megatron_zpp.model.loss import (
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-class VocabularyParallelLoss:
-    """The losses and the gradient of logits (C, E).
+def vocabulary_parallel_loss(
+    group: TensorGroup, compiler: Compiler = lambda function: function
+) -> LossKernels:
+    """The loss for `linear_cross_entropy`, of logits (C, E) and ids of the whole vocabulary as targets.
 
     Each rank finds the maximum, the sum of exponentials and the target's logit among its entries. One
     exchange of these three numbers per token tells all ranks the softmax.
     """
+    local, local_gradient = compiler(_local_statistics), compiler(_to_gradient)
 
-    def __init__(self, group: TensorGroup, compiler: Compiler = lambda function: function) -> None:
-        self._group = group
-        self._local, self._to_gradient = compiler(_local_statistics), compiler(_to_gradient)
+    def statistics(logits: Tensor, targets: Tensor, objective: Objective) -> tuple[Tensor, Tensor, Objective]:
+        """Those of all ranks (T, 3, C), targets as columns of this rank, and its objective."""
+        columns = logits.shape[1]
+        first = group.rank * columns
+        entries = min(max(objective.vocab_size - first, 0), columns)  # that do not only pad
+        place, own = targets - first, objective._replace(vocab_size=entries)
+        return group.gather(local(logits, place, own)[None]), place, own
 
-    def kernels(self) -> LossKernels:
-        """The loss as kernels for `linear_cross_entropy`; its targets are ids of the whole vocabulary."""
-        to_codes = partial(logits_to_codes, to_gradient=self.to_gradient)
-        return LossKernels(self.to_gradient, lean=True, loss=self.loss, to_codes=to_codes)
+    def to_gradient(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
+        found, place, own = statistics(logits, targets, objective)
+        return local_gradient(logits, targets != IGNORED, place, found, own)
 
-    def to_gradient(self, logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
-        """As loss.logits_to_gradient, of logits (C, E)."""
-        place, own = self._own(logits, targets, objective)
-        statistics = self._statistics(logits, place, own)
-        return self._to_gradient(logits, targets != IGNORED, place, statistics, own)
-
-    def loss(self, logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
-        """The sum of the cross-entropies of logits (C, E), which stay as they are."""
-        likelihood, _ = _likelihood(self._statistics(logits, *self._own(logits, targets, objective)))
+    def loss(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
+        likelihood, _ = _likelihood(statistics(logits, targets, objective)[0])
         return -torch.where(targets != IGNORED, likelihood, 0.0).sum()
 
-    def _statistics(self, logits: Tensor, place: Tensor, own: Objective) -> Tensor:
-        return self._group.gather(self._local(logits, place, own)[None])  # (T, 3, C)
-
-    def _own(self, logits: Tensor, targets: Tensor, objective: Objective) -> tuple[Tensor, Objective]:
-        """Targets (C) as columns of this rank, and the objective with those that do not only pad."""
-        columns = logits.shape[1]
-        first = self._group.rank * columns
-        entries = min(max(objective.vocab_size - first, 0), columns)
-        return targets - first, objective._replace(vocab_size=entries)
+    to_codes = partial(logits_to_codes, to_gradient=to_gradient)
+    return LossKernels(to_gradient, lean=True, loss=loss, to_codes=to_codes)
 
 
 def _local_statistics(logits: Tensor, place: Tensor, own: Objective) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.model.layer import CENTRED_NORMS, Norm
+from megatron_zpp.model.layer import Norm
 from megatron_zpp.placement import Split
 
 
@@ -28,7 +28,7 @@ class NormAcrossRanks(nn.Module):
         super().__init__()
         assert whole.eps is not None, "norm_of gives it"
         (self.width,), self.eps, self.group = whole.normalized_shape, whole.eps, group
-        self.offset = 1.0 if type(whole) in CENTRED_NORMS.values() else 0.0  # of the gains
+        self.offset = getattr(whole, "offset", 0.0)  # of the gains
         self.tensor_splits = {}
         for name in ("weight", "bias"):
             if getattr(whole, name, None) is None:  # an RMSNorm has no bias

@@ -22,19 +22,8 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 @custom_op("megatron_zpp_model::gathered_linear", mutates_args=())
 def gathered_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, name: str) -> Tensor:
     """F.linear of the gathered rows: (R, D), (outputs, D) and (outputs) -> (N, outputs)."""
-    group = TensorGroup.named(name)
-    rows = rows.contiguous()
-    peers = peer_rows.begin(group, len(rows), rows.shape[1], rows)
-    peers.gather(rows)
-    out = rows.new_empty(group.size * len(rows), len(weight))
-    shares = out.chunk(group.size)
-    for rank in peer_rows.own_first(group):
-        input = rows if rank == group.rank else peers.rows_of(rank)
-        if bias is None:
-            torch.mm(input, weight.t(), out=shares[rank])
-        else:
-            torch.addmm(bias, input, weight.t(), out=shares[rank])
-    return out
+    group, peers, rows = _gather(rows, name)
+    return _products(peers, rows, weight.t(), bias, group)
 
 
 @custom_op("megatron_zpp_model::gathered_linear_backward", mutates_args=())
@@ -47,10 +36,7 @@ def gathered_linear_backward(
     empty unless it is `biased`; outside of this operator the compiler would compute the whole gradient again
     for it.
     """
-    group = TensorGroup.named(name)
-    rows = rows.contiguous()
-    peers = peer_rows.begin(group, len(rows), rows.shape[1], rows)
-    peers.gather(rows, whole=True)
+    group, peers, rows = _gather(rows, name, whole=True)
     _send_products(peers, gradient, weight, group)
     of_bias = gradient.sum(0) if biased else gradient.new_empty(0)
     of_weight = gradient.t() @ peers.gathered()
@@ -71,15 +57,33 @@ def linear_scattered_backward(
     gradient: Tensor, rows: Tensor, weight: Tensor, name: str
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `linear_scattered`, of (R, D): those of all its rows (N, inputs) and of the weight."""
-    group = TensorGroup.named(name)
-    gradient = gradient.contiguous()
-    peers = peer_rows.begin(group, len(gradient), gradient.shape[1], gradient)
-    peers.gather(gradient, whole=True)
-    of_rows = rows.new_empty(rows.shape)
-    shares = of_rows.chunk(group.size)
+    group, peers, gradient = _gather(gradient, name, whole=True)
+    return _products(peers, gradient, weight, None, group), peers.gathered().t() @ rows
+
+
+def _gather(
+    rows: Tensor, name: str, *, whole: bool = False
+) -> tuple[TensorGroup, peer_rows.PeerRows, Tensor]:
+    """Begin to gather rows (R, …): the group, what gathers, and the rows without gaps."""
+    group, rows = TensorGroup.named(name), rows.contiguous()
+    peers = peer_rows.begin(group, len(rows), rows.shape[1], rows)
+    peers.gather(rows, whole=whole)
+    return group, peers, rows
+
+
+def _products(
+    peers: peer_rows.PeerRows, rows: Tensor, matrix: Tensor, bias: Tensor | None, group: TensorGroup
+) -> Tensor:
+    """The products of gathered rows (N, …), of which `rows` (R, …) are the own, and a matrix, plus a bias."""
+    out = rows.new_empty(group.size * len(rows), matrix.shape[1])
+    shares = out.chunk(group.size)
     for rank in peer_rows.own_first(group):
-        torch.mm(gradient if rank == group.rank else peers.rows_of(rank), weight, out=shares[rank])
-    return of_rows, peers.gathered().t() @ rows
+        input = rows if rank == group.rank else peers.rows_of(rank)
+        if bias is None:
+            torch.mm(input, matrix, out=shares[rank])
+        else:
+            torch.addmm(bias, input, matrix, out=shares[rank])
+    return out
 
 
 def _send_products(peers: peer_rows.PeerRows, rows: Tensor, matrix: Tensor, group: TensorGroup) -> None:

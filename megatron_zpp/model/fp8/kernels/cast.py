@@ -9,6 +9,8 @@ code. Codes are turned in words of four rows, since to turn bytes one by one tak
 them. Largest magnitudes are joined by atomic maxima, whose order does not matter.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -40,23 +42,17 @@ def cast(
     return by_rows, by_columns
 
 
-def cast_gradient(
-    gradient: Tensor, factors: Tensor, maxima: Tensor, *, sums: bool
+def cast_gradients(
+    parts: Sequence[Tensor], factors: Tensor, maxima: Tensor, *, sums: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of a gradient (R, W) by rows (R, W) and by columns (W, R), and its sums over rows (W) fp32.
+    """Codes of a gradient by rows (R, W) and by columns (W, R), and its sums over rows (W) fp32.
 
-    R and W are multiples of 16; `factors` and `maxima` as in model/fp8/cast.py. Sums that are not wanted have
-    no elements.
+    Its `parts` are one, or (R, Q), (R, K) and (R, K) side by side, W = Q + 2K. R and W are multiples of 16;
+    `factors` and `maxima` as in model/fp8/cast.py. Sums that are not wanted have no elements.
     """
-    return _cast(gradient.contiguous(), None, None, factors, maxima, GRADIENT, True, True, sums)
-
-
-def cast_gradients_of_heads(
-    of_q: Tensor, of_k: Tensor, of_v: Tensor, factors: Tensor, maxima: Tensor, *, sums: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of (R, Q), (R, K) and (R, K) side by side, W = Q + 2K."""
-    of_q, of_k, of_v = (part.contiguous() for part in (of_q, of_k, of_v))
-    return _cast(of_q, of_k, of_v, factors, maxima, GRADIENT, True, True, sums)
+    first, *others = [part.contiguous() for part in parts]
+    second, third = others or (None, None)
+    return _cast(first, second, third, factors, maxima, GRADIENT, True, True, sums)
 
 
 def outputs(x: Tensor, rows: int, width: int, kind: int, *, by_rows: bool, by_columns: bool) -> tuple:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
-from megatron_zpp.model.fp8.kernels.cast import cast_gradients_of_heads
+from megatron_zpp.model.fp8.kernels.cast import cast_gradients
 from megatron_zpp.model.fp8.kernels.weight_codes import input_gradient, product, weight_gradient
 
 
@@ -54,8 +54,7 @@ class _Heads(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         columns, weight, factors, maxima, held = ctx.saved_tensors
         biased, dtype = ctx.needs_input_grad[4], gradients[0].dtype
-        of_q, of_k, of_v = gradients
-        by_rows, by_columns, sums = cast_gradients_of_heads(of_q, of_k, of_v, factors, maxima, sums=biased)
+        by_rows, by_columns, sums = cast_gradients(gradients, factors, maxima, sums=biased)
         of_x = input_gradient(by_rows, weight, held, factors, maxima, dtype)
         of_weight = weight_gradient(by_columns, columns, factors, dtype)
         return of_x, None, None, of_weight, sums.to(dtype) if biased else None, *[None] * 5

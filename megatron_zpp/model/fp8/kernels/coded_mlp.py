@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_zpp.model.fp8.cast import INPUT
-from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
-from megatron_zpp.model.fp8.kernels.cast import cast, cast_gradient
+from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear, as_coded
+from megatron_zpp.model.fp8.kernels.cast import cast, cast_gradients
 from megatron_zpp.model.fp8.kernels.coded_activation import coded_activation, coded_activation_backward
 from megatron_zpp.model.fp8.kernels.weight_codes import input_gradient, product, weight_gradient
 from megatron_zpp.model.layer import MLP, gelu, swiglu
@@ -27,22 +27,20 @@ def serves(mlp: MLP) -> bool:
 
 def coded_mlp(mlp: MLP, x: Tensor | CodedInput) -> Tensor:
     """(B, T, D) -> (B, T, D). The scales of both maps are known."""
-    given = (x.codes, x.columns) if isinstance(x, CodedInput) else (None, None)
-    carrier = x.carrier if isinstance(x, CodedInput) else x
+    given = as_coded(x)
     first, second = mlp.input, mlp.output
     assert isinstance(first, DelayedLinear)
     assert isinstance(second, DelayedLinear)
     ahead, behind = first.product, second.product
     rows = _MLP.apply(
-        carrier.flatten(0, -2),
-        *given,
+        *(given.carrier.flatten(0, -2), given.codes, given.columns),
         *(first.weight, first.bias, ahead.factors, ahead.maxima),
         *(second.weight, second.bias, behind.factors, behind.maxima),
         *(ahead.codes, behind.codes),
         mlp.activation is swiglu,
         torch.is_grad_enabled(),
     )
-    return rows.unflatten(0, carrier.shape[:-1])
+    return rows.unflatten(0, given.carrier.shape[:-1])
 
 
 class _MLP(torch.autograd.Function):
@@ -87,7 +85,7 @@ class _MLP(torch.autograd.Function):
         columns, inner, weight, bias, factors, maxima, *second = ctx.saved_tensors
         next_columns, next_weight, next_factors, next_maxima, held, next_held = second
         dtype, wanted = gradient.dtype, ctx.needs_input_grad
-        rows, turned, sums = cast_gradient(gradient, next_factors, next_maxima, sums=wanted[8])
+        rows, turned, sums = cast_gradients((gradient,), next_factors, next_maxima, sums=wanted[8])
         of_next_bias = sums.to(dtype) if wanted[8] else None
         of_out = input_gradient(rows, next_weight, next_held, next_factors, next_maxima, dtype)  # (R, F)
         of_next = weight_gradient(turned, next_columns, next_factors, dtype)

@@ -11,49 +11,30 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.library import triton_op, wrap_triton
 
 from megatron_zpp.model.fp8.cast import INPUT
 from megatron_zpp.model.fp8.delayed import CodedInput, DelayedLinear
 from megatron_zpp.model.fp8.kernels.cast import encode, keep_maximum, outputs, turn
-from megatron_zpp.model.fused.norm import (
-    _shape,
-    bias_of,
-    gradients,
-    normalise,
-    offset_of,
-    without_contents,
-)
+from megatron_zpp.model.fused.norm import _shape, gradients, normalise, settings, without_contents
+from megatron_zpp.model.layer import Norm
 
 _KIND = tl.constexpr(INPUT)
 
 
 def coded_norm(
-    x: Tensor, module: nn.LayerNorm | nn.RMSNorm, linear: DelayedLinear
-) -> tuple[CodedInput, Tensor]:
-    """(B, T, D) -> the norm as the input of `linear`, and a token for `coded_add_norm`.
-
-    As fused/norm.norm; the scales of `linear` are known.
-    """
-    token, coded = _apply(x, None, None, module, linear)
-    return coded, token
-
-
-def coded_add_norm(
-    x: Tensor, added: Tensor, token: Tensor, module: nn.LayerNorm | nn.RMSNorm, linear: DelayedLinear
+    x: Tensor,
+    module: Norm,
+    linear: DelayedLinear,
+    added: Tensor | None = None,
+    token: Tensor | None = None,
 ) -> tuple[Tensor, CodedInput]:
-    """x + added (B, T, D) and its norm as the input of `linear`; `token` as in fused/norm.add_norm."""
-    return _apply(x.detach(), added, token, module, linear)
-
-
-def _apply(
-    x: Tensor, added: Tensor | None, token: Tensor | None, module: Any, linear: DelayedLinear
-) -> tuple[Tensor, CodedInput]:
+    """As fused/norm.norm, with the norm as the input of `linear`, whose scales are known."""
     product, columns = linear.product, torch.is_grad_enabled()
     total, carrier, codes, turned = _CodedNorm.apply(
-        *(x, added, token, module.weight, bias_of(module), module.eps, offset_of(module)),
+        *(x if added is None else x.detach(), added, token, *settings(module)),
         *(product.factors, product.maxima, columns),
     )
     return total, CodedInput(carrier, codes, turned)
@@ -76,8 +57,9 @@ class _CodedNorm(torch.autograd.Function):
         maxima: Tensor,
         columns: bool,
     ) -> tuple[Tensor, ...]:
-        settings = weight, bias, eps, offset
-        total, mean, rstd, codes, turned = _coded_norm(x, added, *settings, factors, maxima, columns)
+        total, mean, rstd, codes, turned = _coded_norm(
+            *(x, added, weight, bias, eps, offset), factors, maxima, columns
+        )
         ctx.added, ctx.offset = None if added is None else added.dtype, offset
         ctx.save_for_backward(x if added is None else total, weight, mean, rstd)
         ctx.sums = 1 if bias is None else 2
