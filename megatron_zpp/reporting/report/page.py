@@ -56,9 +56,11 @@ class Report:
 
 def page(report: Report) -> str:
     """The page's text."""
-    template = Path(__file__).with_name("page.html").read_text()
-    rules = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True, "undefined": StrictUndefined}
-    return Template(template, **rules).render(
+    text = Path(__file__).with_name("page.html").read_text()
+    template = Template(
+        text, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    return template.render(
         report=report,
         tiles=_tiles(report),
         charts=_curves(report),
