@@ -127,9 +127,8 @@ def memory_rows(job: Job, records: Records) -> list[Comparison]:
         if getattr(planned, part)
     ]
     peaks = by_iteration(records, "memory_peak_bytes").values()
-    on_cpus = not by_iteration(records, "mfu")
     note = f"planned in {planned.peak_at}"
-    if on_cpus:
+    if not by_iteration(records, "mfu"):
         note += "; a plan is for GPUs: on a CPU the whole process is measured, with its libraries"
     rows.append(("peak", _gib(planned.peak), _gib(max(peaks)) if peaks else "", note))
     return rows

@@ -84,7 +84,7 @@ def wants_colour(terminal: bool, environ: Mapping[str, str] = os.environ) -> boo
 
 
 def message_line(line: str, terminal: bool) -> str:
-    """A line for a `terminal` or another file, without control characters that it has been given.
+    """A line for a `terminal` or another file, with its control characters escaped.
 
     In colours, by the sequences of ECMA-48, `error:` is red and `warning:` or `WARNING:` is yellow.
     """
