@@ -117,13 +117,17 @@ class Executed:
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
 
     def _contexts(self, name: str) -> Iterator[tuple[str, dict[int, list[str]]]]:
-        """Each file with the contexts in which its lines were executed."""
+        """Each file with the contexts in which its lines were executed; ends the program if one is gone."""
         from coverage import CoverageData
 
         data = CoverageData(str(self._state / name))
         data.read()
         for path in data.measured_files():
-            yield path[path.rindex("megatron_zpp/") :], data.contexts_by_lineno(path)
+            file = path[path.rindex("megatron_zpp/") :]
+            if not (ROOT / file).exists():
+                anew = f"remove {self._state}, and record anew: benchmarks/mutations/run.py --record"
+                raise SystemExit(f"the record {self._state / name} is of an older tree, with {file}; {anew}")
+            yield file, data.contexts_by_lineno(path)
 
     def _read(self, name: str) -> None:
         """What prepares one test may prepare all of its folder, which share fixtures."""

@@ -85,7 +85,7 @@ def write_imported(
         "config": config.to_json(),
     }
     path, exchange = target / checkpoint_name(0), Exchange(dist.HashStore(), Topology(), _TIMEOUT, "import")
-    write_checkpoint(path, tensors, state, exchange, FileWorker(), beside=tokenizer.files())
+    write_checkpoint(path, tensors, state, exchange, FileWorker(), beside=tokenizer.files)
     _check(path, read)
     return f"{path}: {MODEL} gives a run with --load {target} its model and tokenizer"
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
-from megatron_zpp.config.options import REQUIRED, Options, UsageError, option, parse_options
+from megatron_zpp.config.command_line import command_options, unwind_on_sigterm
+from megatron_zpp.config.options import REQUIRED, Options, UsageError, option
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
-from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.python_source import read_source, source_files, standard_library
-from megatron_zpp.data.corpus.texts import Texts, check_suffix, read_documents
+from megatron_zpp.data.corpus.texts import Texts, find_texts, read_documents
 from megatron_zpp.storage.files import check_replaceable, replacing
 
 
@@ -41,7 +40,7 @@ def main() -> None:
     if any(word.startswith("--hf-") for word in sys.argv[1:]):
         load = "datasets.load_dataset(NAME, split='train').to_json('corpus.jsonl')"
         raise UsageError(f"--hf-dataset: removed; in Python, {load} writes JSON lines of any data set")
-    config = parse_options(CorpusConfig, program_name(), __doc__, sys.argv[1:])
+    config = command_options(CorpusConfig, __doc__)
     unwind_on_sigterm()
     name, disk_bytes, documents = open_source(config)
     check_replaceable("--output", config.output)
@@ -66,9 +65,7 @@ def main() -> None:
 def open_source(config: CorpusConfig) -> tuple[str, int, Iterator[Texts]]:
     """Return the name of the source, its bytes on disk and its text. Raises ValueError if there is none."""
     if config.input:
-        files = find_files("--input", config.input, output=config.output)
-        for path in files:
-            check_suffix("--input", path)
+        files = find_texts("--input", config.input, output=config.output)
         documents = (texts for path in files for texts in read_documents(path, config.json_key))
         return f"{len(files):,} files", sum(map(os.path.getsize, files)), documents
     directory = standard_library()

@@ -4,8 +4,8 @@ On several ranks (launch/local.sh -m megatron_zpp evaluate …, or torchrun -m) 
 share of the batches, and the figures are the same.
 """
 
+import itertools
 import json
-import math
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_zpp.config.command_line import program_name
-from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error, optional, parse_all
+from megatron_zpp.config.command_line import command_groups, program_name
+from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error, optional
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.distributed.exchange import Exchange
@@ -24,6 +24,7 @@ from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load
 from megatron_zpp.generate.scoring import score_passages
 from megatron_zpp.generate.tasks import Outcome, Task, lambada_task, outcome_of, perplexity_task
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.reporting.metrics import finite
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.heartbeat import heartbeat
@@ -68,9 +69,8 @@ class EvaluateConfig(Options):
 
 
 GROUPS = {"model": CheckpointOptions, "device": DeviceOptions, "evaluation": EvaluateConfig}
-_PATIENCE = timedelta(
-    days=7
-)  # for ranks that have scored their share to wait; the heartbeat detects dead ranks
+# For ranks that have scored their share to wait; the heartbeat detects dead ranks.
+_PATIENCE = timedelta(days=7)
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
     process = Process.start(program_name())
     topology = process.topology
     with process.local_errors():
-        options = parse_all(GROUPS, program_name(), __doc__, sys.argv[1:])
+        options = command_groups(GROUPS, __doc__)
         config: EvaluateConfig = options["evaluation"]
         if config.output:
             check_replaceable("--output", config.output)
@@ -86,13 +86,13 @@ def main() -> None:
         distributed = DistributedConfig()
         device = select_device(options["device"].device, topology)
     met = process.connect(distributed)
-    store, timeout = met.store, distributed.heartbeat_timeout
+    timeout = distributed.heartbeat_timeout
     with (
         process.shared_errors(),
-        heartbeat(store, topology, timeout, process.prog, lifelines=met.lifelines) as activity,
+        heartbeat(met.store, topology, timeout, process.prog, lifelines=met.lifelines) as activity,
     ):
         activity.now("loading", patient=True)
-        exchange = Exchange(store, topology, _PATIENCE, "evaluate")
+        exchange = Exchange(met.store, topology, _PATIENCE, "evaluate")
         model, tokenizer = load_together(options["model"], device, exchange)
         task = build_task(config, files, model, tokenizer)
         outcomes = score_together(task, model, config.micro_batch_size, exchange, activity)
@@ -118,12 +118,10 @@ def score_together(
     topology = exchange.topology
     starts = range(0, len(task.passages), batch_size)[topology.rank :: topology.world_size]
     mine = [passage for start in starts for passage in task.passages[start : start + batch_size]]
-    count = 0
+    numbers = itertools.count(1)
 
     def next_batch() -> None:
-        nonlocal count
-        count += 1
-        activity.now(f"scoring batch {count} of {len(starts)}", patient=True)
+        activity.now(f"scoring batch {next(numbers)} of {len(starts)}", patient=True)
 
     scores = [outcome_of(score) for score in score_passages(model, mine, batch_size, next_batch)]
     activity.now("waiting for the others' scores", patient=True)
@@ -138,17 +136,12 @@ def report(figures: dict[str, Any], config: EvaluateConfig, device: torch.device
         sys.stdout.write(f"{name:>17}: {_shown(value)}\n")
     sys.stdout.flush()
     if config.output:
-        finite = {name: value if _is_json(value) else None for name, value in said.items()}
-        write_text(Path(config.output), json.dumps(finite, indent=2, allow_nan=False) + "\n")
-
-
-def _is_json(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
+        write_text(Path(config.output), json.dumps(finite(said), indent=2, allow_nan=False) + "\n")
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    return (
-        f"{value:,}" if isinstance(value, int) else " ".join(value) if isinstance(value, list) else str(value)
-    )
+    if isinstance(value, int):
+        return f"{value:,}"
+    return " ".join(value) if isinstance(value, list) else str(value)

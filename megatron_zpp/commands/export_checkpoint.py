@@ -1,6 +1,5 @@
 """Writes a checkpoint for transformers: weights, config.json and tokenizer."""
 
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,10 +7,11 @@ from pathlib import Path
 from megatron_zpp.checkpoint.directory import each_candidate, read_newest
 from megatron_zpp.checkpoint.huggingface.exporting import check_target, export_checkpoint
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
-from megatron_zpp.config.command_line import program_name
-from megatron_zpp.config.options import REQUIRED, Options, option, optional, parse_options
+from megatron_zpp.config.command_line import command_options
+from megatron_zpp.config.options import REQUIRED, Options, option, optional
 from megatron_zpp.config.values.urls import local_path
 from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.storage.hub import make_repository, push
 
 _GIB = 2**30
 
@@ -36,15 +36,13 @@ class ExportConfig(Options):
 
 def main() -> None:
     """Export, and print what was checked."""
-    config = parse_options(ExportConfig, program_name(), __doc__, sys.argv[1:])
+    config = command_options(ExportConfig, __doc__)
     repository = config.push_to_hub
-    if repository is None:
-        print("\n".join(_export(config)))
-        return
-    from megatron_zpp.storage.hub import make_repository, push
-
-    make_repository("--push-to-hub", repository)  # before the work, whether one may write there
+    if repository is not None:
+        make_repository("--push-to-hub", repository)  # before the work, whether one may write there
     print("\n".join(_export(config)), flush=True)
+    if repository is None:
+        return
     try:
         print(f"pushed: {push('--push-to-hub', repository, Path(config.hf_dir))}")
     except ValueError as error:

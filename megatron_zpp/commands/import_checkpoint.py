@@ -3,7 +3,6 @@
 Files are read as data: nothing that a pickle names is imported or called.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,8 @@ from megatron_zpp.checkpoint.foreign.recognise import Foreign, recognise
 from megatron_zpp.checkpoint.foreign.torch_dist import read_torch_dist
 from megatron_zpp.checkpoint.huggingface.importing import import_checkpoint
 from megatron_zpp.checkpoint.huggingface.named_directory import check_empty, named_directory
-from megatron_zpp.config.command_line import program_name
-from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error, optional, parse_all
+from megatron_zpp.config.command_line import command_groups
+from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error, optional
 from megatron_zpp.config.run import HUGGINGFACE
 from megatron_zpp.config.shapes.huggingface import CONFIG
 from megatron_zpp.config.tokenizer import TokenizerConfig
@@ -62,7 +61,7 @@ class ImportOptions(Options):
 def main() -> None:
     """Import, and print what was mapped."""
     groups = {"import": ImportOptions, "tokenizer": TokenizerConfig}
-    parsed = parse_all(groups, program_name(), __doc__ or "", sys.argv[1:])
+    parsed = command_groups(groups, __doc__)
     config, tokenizer = parsed["import"], parsed["tokenizer"]
     found = _find(config)
     check_empty("CHECKPOINT_DIR", local_path("CHECKPOINT_DIR", config.checkpoint_dir))
@@ -112,11 +111,11 @@ def _find(config: ImportOptions) -> Foreign | None:
         found = next(filter(None, map(recognise, paths)), None)
         if found is None:
             raise config.error("ckpt_step", f"not in {config.source}; name one that is there")
-    if found is not None and config.program not in ("auto", found.program):
-        raise option_error("--from", config.program, f"{found.words}; omit the flag")
-    if found is not None and found.layout not in (*_READERS, *_OF_TRANSFORMERS):
-        raise option_error("SOURCE", config.source, f"{found.words}; {found.remedy}")
     if found is not None:
+        if config.program not in ("auto", found.program):
+            raise option_error("--from", config.program, f"{found.words}; omit the flag")
+        if found.layout not in (*_READERS, *_OF_TRANSFORMERS):
+            raise option_error("SOURCE", config.source, f"{found.words}; {found.remedy}")
         return found if found.layout in _READERS else None
     if config.program in ("megatron", "deepspeed") or not (root / CONFIG).exists():
         known = "transformers, Megatron-LM or DeepSpeed"

@@ -6,15 +6,14 @@ most of them.
 """
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.config.command_line import program_name
-from megatron_zpp.config.options import REQUIRED, Options, option, option_error, parse_options, switch
+from megatron_zpp.config.command_line import command_options, program_name
+from megatron_zpp.config.options import REQUIRED, Options, option, option_error, switch
 from megatron_zpp.reporting.console import warn
 from megatron_zpp.reporting.report.curves import (
     AXIS_LABELS,
@@ -41,7 +40,8 @@ _LABELS = {
     "intra_node_bytes": "bytes inside nodes per step",
     "memory_peak_bytes": "peak memory (bytes)",
 }
-Runs = dict[str, list[list[dict[str, Any]]]]  # label -> the records of each of its runs
+Records = list[dict[str, Any]]  # of one run
+Runs = dict[str, list[Records]]  # by label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class PlotConfig(Options):
 
 def main() -> None:
     """Draw the files of the command line."""
-    config = parse_options(PlotConfig, program_name(), __doc__, sys.argv[1:])
+    config = command_options(PlotConfig, __doc__)
     check_replaceable("--output", config.output)
     draw(load(config.runs, config.labels or _names(config.runs)), config)
     print(f"wrote {config.output}")
@@ -119,50 +119,38 @@ def draw(runs: Runs, config: PlotConfig) -> None:
 
 
 def _draw_metric(
-    axes: Any, metric: str, label: str, records: list[list[dict[str, Any]]], number: int, config: PlotConfig
+    axes: Any, metric: str, label: str, records: Sequence[Records], number: int, config: PlotConfig
 ) -> None:
     """One metric of the runs of one label: lines, and for the loss the dots of evaluations."""
-    having = [run for run in records if by_iteration(run, metric)]
     loss, colour = metric == "lm_loss", f"C{number % 10}"
-    name = f"{_in_legend(label)}: training" if loss else _in_legend(label)
-    if having:
-        joined = _band(having, metric, label, config)
+    shown = f" {label}" if label.startswith("_") else label  # matplotlib omits such names from legends
+    if having := [run for run in records if by_iteration(run, metric)]:
+        joined = _draw_range(axes, metric, label, having, colour, config)
+        name = f"{shown}: training" if loss else shown
         if len(having) > 1:
-            axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
             name += f", mean of {len(having)}"
         elif config.smoothing:
             points = curve(having[0], metric, config.x)
             axes.plot(points.x, points.y, color=colour, alpha=0.2)
         axes.plot(joined.x, joined.mean, color=colour, alpha=0.6 if loss else 0.9, label=name)
-    if loss:
-        _draw_evaluations(axes, label, records, number, dataclasses.replace(config, smoothing=0.0))
+    if loss and (having := [run for run in records if by_iteration(run, "valid_loss")]):
+        unsmoothed = dataclasses.replace(config, smoothing=0.0)
+        joined = _draw_range(axes, "valid_loss", label, having, colour, unsmoothed)
+        axes.plot(joined.x, joined.mean, "o-", color=colour, label=f"{shown}: validation")
+        last = (joined.x[-1], joined.mean[-1])
+        beside = {"xytext": (4, 8 + 12 * number), "textcoords": "offset points", "ha": "right"}
+        axes.annotate(f"{last[1]:.3f}", last, color=colour, **beside)  # last values are often close together
 
 
-def _draw_evaluations(
-    axes: Any, label: str, records: list[list[dict[str, Any]]], number: int, config: PlotConfig
-) -> None:
-    having, colour = [run for run in records if by_iteration(run, "valid_loss")], f"C{number % 10}"
-    if not having:
-        return
-    joined = _band(having, "valid_loss", label, config)
-    if len(having) > 1:
-        axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
-    axes.plot(joined.x, joined.mean, "o-", color=colour, label=f"{_in_legend(label)}: validation")
-    last = (joined.x[-1], joined.mean[-1])
-    beside = (4, 8 + 12 * number)  # the last values of runs are often close to each other
-    axes.annotate(f"{last[1]:.3f}", last, xytext=beside, textcoords="offset points", ha="right", color=colour)
-
-
-def _in_legend(label: str) -> str:
-    """The label, not beginning with `_`: matplotlib omits such names from legends."""
-    return f" {label}" if label.startswith("_") else label
-
-
-def _band(runs: list[list[dict[str, Any]]], metric: str, label: str, config: PlotConfig) -> Band:
-    """The band of one label. Raises ValueError if its runs have no iteration in common."""
+def _draw_range(
+    axes: Any, metric: str, label: str, runs: Sequence[Records], colour: str, config: PlotConfig
+) -> Band:
+    """The band of one label, of which the range is drawn. Raises ValueError without a common iteration."""
     joined = band(runs, metric, config.x, config.smoothing)
     if not joined.x:
         raise option_error("--labels", label, f"its runs have {metric} at no iteration in common")
+    if len(runs) > 1:
+        axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
     return joined
 
 

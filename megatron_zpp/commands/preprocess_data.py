@@ -1,24 +1,13 @@
 """Tokenises JSON lines into the .bin/.idx files that training reads."""
 
 import os
-import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
-from megatron_zpp.config.options import (
-    REQUIRED,
-    Options,
-    UsageError,
-    count,
-    option,
-    option_error,
-    parse_all,
-    switch,
-)
+from megatron_zpp.config.command_line import command_groups, unwind_on_sigterm
+from megatron_zpp.config.options import REQUIRED, Options, UsageError, count, option, option_error, switch
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.config.values.text import plain_suffix
 from megatron_zpp.data.checksums import checksums_path
@@ -57,13 +46,13 @@ class PreprocessConfig(Options):
         if len(set(self.json_keys)) < len(self.json_keys):
             raise self.error("json_keys", "names a key twice")
 
-    def num_workers(self) -> int:
-        """Return --workers, or the number of cores of this process."""
-        return self.workers or len(os.sched_getaffinity(0))
-
 
 def main() -> None:
-    config, tokenizer_config = parse(sys.argv[1:])
+    groups = {"preprocess": PreprocessConfig, "tokenizer": TokenizerConfig}
+    parsed = command_groups(groups, __doc__)
+    config, tokenizer_config = parsed["preprocess"], parsed["tokenizer"]
+    if tokenizer_config.tokenizer_type is None:
+        raise UsageError("the following arguments are required: --tokenizer-type")
     unwind_on_sigterm()
     files = find_files("--input", config.input)
     for path in files:
@@ -84,7 +73,8 @@ def main() -> None:
         report = Report(progress.say, strict=config.strict)
         if config.partitions > 1:
             progress.say("--partitions has no effect: all --workers share one input")
-        for encoded, block, path, before in encode_files(files, build, config.num_workers()):
+        workers = config.workers or len(os.sched_getaffinity(0))
+        for encoded, block, path, before in encode_files(files, build, workers):
             for writer, tokens, lengths in zip(writers, encoded.tokens, encoded.lengths, strict=True):
                 writer.add_documents(tokens, lengths)
             report.add(encoded.problems, path, before)
@@ -99,15 +89,6 @@ def main() -> None:
         f"{progress.text_bytes / 1e6:,.1f} MB in {progress.seconds():.1f} s, {progress.rates()}; "
         f"skipped: {report.summary()}"
     )
-
-
-def parse(argv: Sequence[str]) -> tuple[PreprocessConfig, TokenizerConfig]:
-    """Parse the command line. Raises UsageError if it is not valid."""
-    groups = {"preprocess": PreprocessConfig, "tokenizer": TokenizerConfig}
-    configs = parse_all(groups, program_name(), __doc__, argv)
-    if configs["tokenizer"].tokenizer_type is None:
-        raise UsageError("the following arguments are required: --tokenizer-type")
-    return configs["preprocess"], configs["tokenizer"]
 
 
 def output_prefixes(config: PreprocessConfig) -> list[str]:

@@ -5,23 +5,14 @@ settings of the run, and its planned memory and traffic beside what was measured
 """
 
 import dataclasses
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.directory import each_candidate, read_newest
 from megatron_zpp.checkpoint.read import CheckpointReader
-from megatron_zpp.config.command_line import program_name
-from megatron_zpp.config.options import (
-    REQUIRED,
-    Options,
-    flag_of,
-    option,
-    option_error,
-    optional,
-    parse_options,
-)
+from megatron_zpp.config.command_line import command_options, program_name
+from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, option_error, optional
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.sources.settings_file import not_implied
 from megatron_zpp.mesh import Mesh
@@ -55,7 +46,7 @@ class ReportConfig(Options):
 
 def main() -> None:
     """Write the page that the command line asks for."""
-    config = parse_options(ReportConfig, program_name(), __doc__, sys.argv[1:])
+    config = command_options(ReportConfig, __doc__)
     check_replaceable("--output", config.output)
     text = page(make_report(config))
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
@@ -66,11 +57,10 @@ def main() -> None:
 def make_report(config: ReportConfig) -> Report:
     """What the page shows, read from the files of `config`. Raises ValueError for files of another kind."""
     records = read_metrics(config.metrics, lambda note: warn(program_name(), 0, [note]))
-    saved: tuple[Config | None, Job | None, int | None] = (None, None, None)
+    run = job = iterations = None
     if config.checkpoint is not None:
         on_cpus = not by_iteration(records, "mfu")
-        saved = read_run(config.checkpoint, config.ckpt_step, on_cpus=on_cpus)
-    run, job, iterations = saved
+        run, job, iterations = read_run(config.checkpoint, config.ckpt_step, on_cpus=on_cpus)
     source = config.metrics + (f" and {config.checkpoint}" if config.checkpoint else "")
     return Report(
         title=config.title or Path(config.metrics).stem,
@@ -137,9 +127,8 @@ def memory_rows(job: Job, records: Records) -> list[Comparison]:
         if getattr(planned, part)
     ]
     peaks = by_iteration(records, "memory_peak_bytes").values()
-    on_cpus = not by_iteration(records, "mfu")
     note = f"planned in {planned.peak_at}"
-    if on_cpus:
+    if not by_iteration(records, "mfu"):
         note += "; a plan is for GPUs: on a CPU the whole process is measured, with its libraries"
     rows.append(("peak", _gib(planned.peak), _gib(max(peaks)) if peaks else "", note))
     return rows
@@ -149,15 +138,15 @@ def traffic_rows(job: Job | None, records: Records) -> list[Comparison]:
     """Bytes of a step between nodes and inside them: planned if the run is known, and of the newest step."""
     sent = ledgers_of(job, total(traffic_of(job))) if job else None
     rows = []
-    for name, what in (("inter_node_bytes", "between nodes"), ("intra_node_bytes", "inside nodes")):
-        measured = list(by_iteration(records, name).values())
-        if not measured:
+    for name, what in (("inter", "between nodes"), ("intra", "inside nodes")):
+        if not (measured := list(by_iteration(records, f"{name}_node_bytes").values())):
             continue
-        planned = {"inter_node_bytes": sent.inter, "intra_node_bytes": sent.intra}[name] if sent else None
-        note = ""
-        if planned is not None:
+        shown = note = ""
+        if sent:
+            planned = getattr(sent, name)
+            shown = f"{planned:,}"
             note = "equal" if planned == measured[-1] else f"differs by {measured[-1] - planned:+,.0f}"
-        rows.append((what, "" if planned is None else f"{planned:,}", f"{measured[-1]:,.0f}", note))
+        rows.append((what, shown, f"{measured[-1]:,.0f}", note))
     return rows
 
 

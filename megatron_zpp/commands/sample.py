@@ -1,10 +1,9 @@
 """Prints text from a checkpoint: `megatron-zpp sample --load DIR --prompt TEXT`."""
 
-import sys
 from dataclasses import dataclass
 
-from megatron_zpp.config.command_line import program_name
-from megatron_zpp.config.options import Options, count, option, option_error, parse_all
+from megatron_zpp.config.command_line import command_groups
+from megatron_zpp.config.options import Options, count, option, option_error
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.generate.continuation import Stop, continue_texts
@@ -37,7 +36,7 @@ class SampleConfig(Options):
 def main() -> None:
     """Generate the texts that the command line asks for."""
     groups = {"model": CheckpointOptions, "device": DeviceOptions, "sample": SampleConfig}
-    options = parse_all(groups, program_name(), __doc__, sys.argv[1:])
+    options = command_groups(groups, __doc__)
     config: SampleConfig = options["sample"]
     device = select_device(options["device"].device, Topology())
     model, tokenizer = load_for(options["model"], device)

@@ -88,9 +88,8 @@ def renamed() -> None:
     command = _RENAMED.get(name, name)
     if not command:
         command = sys.argv.pop(1) if sys.argv[1:2] in (["import"], ["export"]) else ""
-    if (
-        os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
-    ):  # one rank of a node says it
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    if local_rank == "0":  # one rank of a node says it
         sys.stderr.write(f"{old}: warning: is deprecated; use megatron-zpp {command or 'import or export'}\n")
     if not command:
         end_with_usage_error(old, "no action: must be import or export")

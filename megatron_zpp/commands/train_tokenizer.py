@@ -1,19 +1,17 @@
 """Trains a SentencePiece tokenizer on text files or JSON lines."""
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_zpp.config.command_line import program_name, unwind_on_sigterm
-from megatron_zpp.config.options import REQUIRED, Options, count, option, parse_options
-from megatron_zpp.data.corpus.inputs import find_files
+from megatron_zpp.config.command_line import command_options, unwind_on_sigterm
+from megatron_zpp.config.options import REQUIRED, Options, count, option
 from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.sample import sample_text
-from megatron_zpp.data.corpus.texts import check_suffix, read_documents
+from megatron_zpp.data.corpus.texts import find_texts, read_documents
 from megatron_zpp.storage.files import check_replaceable, write_whole
 from megatron_zpp.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import ModelType, train_sentencepiece
@@ -34,13 +32,12 @@ class TrainTokenizerConfig(Options):
 
 
 def main() -> None:
-    config = parse_options(TrainTokenizerConfig, program_name(), __doc__, sys.argv[1:])
+    config = command_options(TrainTokenizerConfig, __doc__)
     unwind_on_sigterm()
-    files = find_files("--input", config.input)
-    for path in files:
-        check_suffix("--input", path)
-    check_replaceable("--output-prefix", f"{config.output_prefix}.model")
-    Path(config.output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    files = find_texts("--input", config.input)
+    path = f"{config.output_prefix}.model"
+    check_replaceable("--output-prefix", path)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with Progress("sampling", sum(map(os.path.getsize, files)), every=10_000) as progress:
         report = Report(progress.say)
         sample = sample_text(read(files, config.json_key, progress, report), config.max_train_mib << 20)
@@ -50,7 +47,6 @@ def main() -> None:
     )
     start = time.monotonic()
     model = train_sentencepiece(sample, config.vocab_size, config.model_type)
-    path = f"{config.output_prefix}.model"
     write_whole(Path(path), model)
     print(
         f"{path}: {config.vocab_size:,} pieces after {time.monotonic() - start:.1f} s; "

@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from megatron_zpp.config.options import UsageError, printable
+from megatron_zpp.config.options import Options, UsageError, parse_all, printable
 
 DEBUG = "MEGATRON_ZPP_DEBUG"  # in the environment: errors have their traceback
 INTERRUPTED = 130  # the shell's status for a program stopped by Ctrl-C
@@ -26,6 +26,16 @@ def program_name() -> str:
     if program.__spec__ is not None and sys.argv[0] == program.__file__:  # of python -m
         return f"python -m {program.__spec__.name.removesuffix('.__main__')}"
     return os.path.basename(sys.argv[0])
+
+
+def command_groups(groups: Mapping[str, type[Options]], description: str) -> dict[str, Any]:
+    """Return the flags of this program's command line, by group. Raises UsageError if it is wrong."""
+    return parse_all(groups, program_name(), description, sys.argv[1:])
+
+
+def command_options(cls: type[Options], description: str) -> Any:
+    """As `command_groups`, of a program with one class of flags."""
+    return command_groups({"options": cls}, description)["options"]
 
 
 def run_tool(main: Callable[[], _Result]) -> _Result:
@@ -62,8 +72,7 @@ def end_with_usage_error(prog: str, message: str) -> NoReturn:
 
 
 def _print_error(prog: str, message: str) -> None:
-    line = f"{prog}: error: {printable(message)}"
-    print(paint_message(line) if wants_colour(sys.stderr.isatty()) else line, file=sys.stderr)
+    print(message_line(f"{prog}: error: {message}", sys.stderr.isatty()), file=sys.stderr)
 
 
 def wants_colour(terminal: bool, environ: Mapping[str, str] = os.environ) -> bool:
@@ -74,8 +83,14 @@ def wants_colour(terminal: bool, environ: Mapping[str, str] = os.environ) -> boo
     return terminal and not environ.get("NO_COLOR") and environ.get("TERM", "") != "dumb"
 
 
-def paint_message(line: str) -> str:
-    """A line with `error:` in red and `warning:` or `WARNING:` in yellow, by the sequences of ECMA-48."""
+def message_line(line: str, terminal: bool) -> str:
+    """A line for a `terminal` or another file, with its control characters escaped.
+
+    In colours, by the sequences of ECMA-48, `error:` is red and `warning:` or `WARNING:` is yellow.
+    """
+    line = printable(line)
+    if not wants_colour(terminal):
+        return line
     line = re.sub(r"\berror:", "\x1b[1;31merror:\x1b[0m", line, count=1)
     return re.sub(r"\b(warning|WARNING):", "\x1b[33m\\g<0>\x1b[0m", line, count=1)
 

@@ -240,11 +240,6 @@ def with_home(value: Any) -> Any:
     return value
 
 
-def parse_options(cls: type[Options], prog: str, description: str, argv: Sequence[str]) -> Any:
-    """Parse the flags of one class, for the small tools. Raises UsageError for a bad command line."""
-    return parse_all({"options": cls}, prog, description, argv)["options"]
-
-
 def parse_all(
     groups: Mapping[str, type[Options]], prog: str, description: str, argv: Sequence[str]
 ) -> dict[str, Any]:

@@ -10,10 +10,6 @@ import numpy as np
 
 from megatron_zpp.data.samples import Epochs, KnownSamples, Samples
 
-_LOW = np.uint64(0xFFFFFFFF)
-_HALF = np.uint64(32)
-_TOP = np.uint64(63)
-
 
 @dataclass(frozen=True)
 class BlendOrder(ABC):
@@ -127,13 +123,8 @@ class BlendedDataset(Samples):
 
         By then a source of a `Blend` whose weight exceeds its share of the tokens has repeated.
         """
-        total = 0
-        for source in self.sources:
-            windows = source.windows_per_epoch
-            if windows is None:
-                return None
-            total += windows
-        return total
+        known = [each for source in self.sources if (each := source.windows_per_epoch) is not None]
+        return sum(known) if len(known) == len(self.sources) else None
 
     def describe(self) -> str:
         total = sum(self.blend.weights)
@@ -154,12 +145,5 @@ class BlendedDataset(Samples):
 
 
 def _rounded_product(numbers: np.ndarray, part: int) -> np.ndarray:
-    """Return floor(numbers · part / 2^64 + 1/2), exactly: (len,) uint64 to (len,) uint64."""
-    part_low, part_high = np.uint64(part & 0xFFFFFFFF), np.uint64(part >> 32)
-    low, high = numbers & _LOW, numbers >> _HALF
-    lowest = low * part_low
-    middle = high * part_low + (lowest >> _HALF)  # at most (2^32-1)^2 + 2^32-1, so it fits
-    crossed = low * part_high + (middle & _LOW)
-    whole = high * part_high + (middle >> _HALF) + (crossed >> _HALF)
-    fraction = (crossed << _HALF) | (lowest & _LOW)
-    return whole + (fraction >> _TOP)
+    """Return floor(numbers · part / 2^64 + 1/2), exactly, by Python's integers: (len,) uint64 to the same."""
+    return ((numbers.astype(object) * part + (1 << 63)) >> 64).astype(np.uint64)

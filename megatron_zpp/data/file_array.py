@@ -9,13 +9,13 @@ import contextlib
 import errno
 import math
 import os
-import resource
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
 import numpy as np
 
+from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.regular import open_regular
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from megatron_zpp.storage.objects.files import ObjectFile
 
 _NEAR = 1 << 15  # bytes; rows within this distance are fetched by one read
-_OPEN_FILES = 1 << 16  # requested if the limit is lower: a blend holds several files open per data set
 
 
 class OpenFile:
@@ -154,9 +153,7 @@ def _open(path: str) -> int:
     try:
         return open_regular(path)
     except OSError as error:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
-        if error.errno != errno.EMFILE or wanted <= soft:
+        if error.errno != errno.EMFILE:
             raise
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    raise_limit()  # a blend holds several files open per data set
     return open_regular(path)

@@ -6,13 +6,7 @@ from contextlib import closing
 
 from megatron_zpp.data.checksums import changed_since_written
 from megatron_zpp.data.indexed import IndexedDataset, tokens_path
-from megatron_zpp.storage.checksums import (
-    DamagedFile,
-    OnProgress,
-    VerifiedFile,
-    no_report,
-    thread_count,
-)
+from megatron_zpp.storage.checksums import DamagedFile, OnProgress, VerifiedFile, no_report, thread_count
 from megatron_zpp.storage.location import location
 
 

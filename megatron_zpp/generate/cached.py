@@ -56,12 +56,7 @@ def prefill(model: GPT, cache: Cache, texts: Sequence[Sequence[int]]) -> Tensor:
     longest = max(map(len, texts))
     filled = [[*text, *[0] * (longest - len(text))] for text in texts]
     positions = torch.arange(longest, device=cache.device)  # (T)
-    distance = positions[:, None] - positions
-    masks: Masks = {}
-    for window in set(model.windows):
-        masks[window] = Mask(cached=True)
-        if window is not None and longest > window:
-            masks[window] = Mask(cached=True, bounds=((distance >= 0) & (distance < window))[None, None])
+    masks = _masks(model, positions[None, None, :, None], longest, even=True)
     cache.place(longest)
     ends = torch.tensor([[len(text) - 1] for text in texts], device=cache.device)  # (B, 1)
     own = positions.minimum(ends)  # (B, T); longrope asks how long a text is
@@ -79,16 +74,7 @@ def decode(model: GPT, cache: Cache, tokens: Sequence[int]) -> Tensor:
     end = max(cache.lengths) + 1
     even = min(cache.lengths) + 1 == end
     positions = torch.tensor(cache.lengths, device=cache.device)[:, None]  # (B, 1)
-    columns = torch.arange(end, device=cache.device)  # (C)
-    masks: Masks = {}
-    for window in set(model.windows):
-        if even and (window is None or end <= window):
-            masks[window] = Mask(cached=True)
-            continue
-        visible = columns <= positions  # (B, C)
-        if window is not None:
-            visible = visible & (columns > positions - window)
-        masks[window] = Mask(cached=True, bounds=visible[:, None, None])
+    masks = _masks(model, positions[:, None, None], end, even=even)
     rows = torch.arange(len(tokens), device=cache.device)[:, None]  # (B, 1)
     cache.place(end, None if even else (rows, positions))
     ids = torch.tensor(tokens, device=cache.device)[:, None]  # (B, 1)
@@ -101,6 +87,23 @@ def decode(model: GPT, cache: Cache, tokens: Sequence[int]) -> Tensor:
 def logits_of(model: GPT, x: Tensor) -> Tensor:
     """Hidden states (…, D) -> logits of the next token, (…, V) fp32."""
     return model.head(x, model.embedding.tokens.weight)[..., : model.vocab_size].float()
+
+
+def _masks(model: GPT, positions: Tensor, end: int, *, even: bool) -> Masks:
+    """The masks of new tokens at `positions`, (1, 1, T, 1) or (B, 1, 1, 1), in a cache filled up to `end`.
+
+    `even`: all rows end there, so that a window as long as they are cuts nothing.
+    """
+    columns = torch.arange(end, device=positions.device)  # (C)
+    masks: Masks = {}
+    for window in set(model.windows):
+        masks[window] = Mask(cached=True)
+        if not even or (window is not None and end > window):
+            visible = columns <= positions  # (1, 1, T, C) or (B, 1, 1, C)
+            if window is not None:
+                visible = visible & (columns > positions - window)
+            masks[window] = Mask(cached=True, bounds=visible)
+    return masks
 
 
 def _hidden_states(model: GPT, cache: Cache, tokens: Tensor, positions: Tensor, masks: Masks) -> Tensor:

@@ -7,6 +7,7 @@ figures do not depend on their order.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_zpp.config.options import option_error
@@ -15,6 +16,7 @@ from megatron_zpp.data.corpus.texts import read_documents
 from megatron_zpp.generate.scoring import Passage, Score, sliding_passages
 from megatron_zpp.tokenizer.base import Tokenizer
 
+_refused = partial(option_error, "--valid-data")  # of a file, or a line of it, and the remedy
 Outcome = tuple[float, int]  # of a passage: the sum of its log-probabilities, and whether it was greedy
 
 
@@ -109,10 +111,6 @@ def _encode(tokenizer: Tokenizer, path: str, text: str) -> list[int]:
     if not ids:
         raise _refused(path, f"the tokenizer of the checkpoint has no tokens for {text[:20]!r}")
     return ids
-
-
-def _refused(where: str, fix: str) -> ValueError:
-    return option_error("--valid-data", where, fix)
 
 
 def _exp(loss: float) -> float:

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_zpp.config.command_line import program_name, run_tool
-from megatron_zpp.config.options import Options, option, parse_options
+from megatron_zpp.config.command_line import command_options, program_name, run_tool
+from megatron_zpp.config.options import Options, option
 from megatron_zpp.native.cache import EVERY_SECONDS, BuildError, build_once, cache_directory
 from megatron_zpp.ops.toolchain import (
     SOURCES,
@@ -149,7 +149,7 @@ class Settings(Options):
 
 
 def main() -> None:
-    settings = parse_options(Settings, program_name(), __doc__, sys.argv[1:])
+    settings = command_options(Settings, __doc__)
     say = partial(print, flush=True)
     try:
         if settings.check_device_code:

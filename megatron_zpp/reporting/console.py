@@ -7,17 +7,17 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from megatron_zpp.config.command_line import paint_message, wants_colour
+from megatron_zpp.config.command_line import message_line
 from megatron_zpp.config.options import printable
 from megatron_zpp.config.words import duration
-from megatron_zpp.reporting.metrics import Record, number
+from megatron_zpp.reporting.metrics import Record
 
 _MARGIN = "   │ "  # before each line of a text on a terminal
 
 
 def tell(prog: str, line: str) -> None:
     """Write a line to stderr about slow work."""
-    print(_message(f"{prog}: {line}", sys.stderr.isatty()), file=sys.stderr, flush=True)
+    print(message_line(f"{prog}: {line}", sys.stderr.isatty()), file=sys.stderr, flush=True)
 
 
 def warn(prog: str, rank: int, notes: Sequence[str]) -> None:
@@ -33,15 +33,10 @@ def print_line(line: str) -> None:
     Raises BrokenPipeError, which says what to do, when the reader of a pipe has ended.
     """
     try:
-        print(_message(line, sys.stdout.isatty()), flush=True)
+        print(message_line(line, sys.stdout.isatty()), flush=True)
     except BrokenPipeError:
         problem = "what read it has ended; write the log to a file and read that"
         raise BrokenPipeError(errno.EPIPE, problem, "stdout") from None
-
-
-def _message(line: str, terminal: bool) -> str:
-    line = printable(line)
-    return paint_message(line) if wants_colour(terminal) else line
 
 
 def log_step(record: Record, iterations: int) -> None:
@@ -63,7 +58,7 @@ def log_line(record: Record, iterations: int) -> str:
     left = _seconds_left(record, iterations)
     mfu = "n/a" if record["mfu"] is None else f"{100 * record['mfu']:.1f}%"
     if "mfu_16bit" in record:
-        mfu += f" of the 8-bit peak, {100 * number(record, 'mfu_16bit'):.1f}% of the 16-bit one"
+        mfu += f" of the 8-bit peak, {100 * record['mfu_16bit']:.1f}% of the 16-bit one"
     parts = (
         f"iteration {record['iteration']:8d}/{iterations:8d}",
         f"consumed samples: {record['consumed_samples']:12d}",
@@ -93,7 +88,7 @@ def terminal_line(record: Record, iterations: int, columns: int) -> str:
 
     What is as usual is omitted: a loss scale of 1, no skipped or NaN iterations, an unknown MFU.
     """
-    rate, milliseconds = number(record, "tokens_per_second"), number(record, "elapsed_ms")
+    rate, milliseconds = record["tokens_per_second"], record["elapsed_ms"]
     parts = [
         f"iteration {record['iteration']}/{iterations}",
         f"loss {record['lm_loss']:.4f}",
@@ -102,7 +97,7 @@ def terminal_line(record: Record, iterations: int, columns: int) -> str:
         f"lr {record['learning_rate']:.1e}",
         f"{milliseconds:.0f} ms" if milliseconds < 1000 else f"{milliseconds / 1000:.2f} s",
         f"{rate:,.0f} tokens/s" if rate < 100_000 else f"{rate / 1e6:.1f}M tokens/s",
-        *([] if record["mfu"] is None else [f"MFU {100 * number(record, 'mfu'):.1f}%"]),
+        *([] if record["mfu"] is None else [f"MFU {100 * record['mfu']:.1f}%"]),
         f"{duration(_seconds_left(record, iterations))} left",
         *([] if record["loss_scale"] == 1 else [f"scale {record['loss_scale']:g}"]),
     ]
@@ -115,7 +110,7 @@ def terminal_line(record: Record, iterations: int, columns: int) -> str:
 
 
 def _seconds_left(record: Record, iterations: int) -> float:
-    return (iterations - number(record, "iteration")) * number(record, "elapsed_ms") / 1000
+    return (iterations - record["iteration"]) * record["elapsed_ms"] / 1000
 
 
 def text_lines(iteration: int, text: str) -> list[str]:
@@ -138,4 +133,4 @@ def _columns() -> int:
 
 def _given(record: Record, name: str, shown: str, form: str) -> list[str]:
     """The part of the line for a number that only some runs have."""
-    return [f"{shown}: {number(record, name):{form}}"] if name in record else []
+    return [f"{shown}: {record[name]:{form}}"] if name in record else []

@@ -15,27 +15,19 @@ def drop_lines_when_full(prog: str) -> None:
 
     Once there is space again, a warning says that lines are lost. Terminals and pipes stay as they are.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper) and _is_file(sys.stdout):
-        sys.stdout = _stream(sys.stdout, " WARNING")  # as the other warnings in the log
-    if isinstance(sys.stderr, io.TextIOWrapper) and _is_file(sys.stderr):
-        sys.stderr = _stream(sys.stderr, f"{prog}: warning")
+    for name, warning in (("stdout", " WARNING"), ("stderr", f"{prog}: warning")):  # as the other warnings
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper) and _is_file(stream):
+            setattr(sys, name, _stream(stream, warning))
 
 
-class LogFile(io.RawIOBase):
-    """Writes to a descriptor, and drops lines while its disk is full."""
+class LogFile(io.FileIO):
+    """Writes to a descriptor, which it does not close, and drops lines while its disk is full."""
 
     def __init__(self, descriptor: int, warning: str) -> None:
         """`warning` begins the line about lost lines."""
-        self._descriptor, self._lost = descriptor, False
+        super().__init__(descriptor, "wb", closefd=False)
+        self._lost = False
         self._notice = f"\n{warning}: lines of this log are lost, because the disk was full\n".encode()
-
-    def fileno(self) -> int:
-        """The descriptor."""
-        return self._descriptor
-
-    def writable(self) -> bool:
-        """True."""
-        return True
 
     def write(self, data: Any, /) -> int:
         """Write or drop `data`, which is whole lines. Raises OSError, but not for a full disk."""
@@ -43,7 +35,7 @@ class LogFile(io.RawIOBase):
         text = self._notice + data if self._lost else data
         try:
             while text:
-                text = text[os.write(self._descriptor, text) :]
+                text = text[os.write(self.fileno(), text) :]
             self._lost = False
         except OSError as error:
             if error.errno not in _FULL:

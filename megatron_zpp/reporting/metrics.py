@@ -4,6 +4,7 @@ import math
 import resource
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +14,15 @@ from megatron_zpp.model.flops import flops_per_token, peak_tflops
 from megatron_zpp.zero.engine import StepResult
 from megatron_zpp.zero.step_sums import LEAST_WEIGHT
 
-Record = dict[str, float | int | str | None]
+Record = dict[str, Any]  # numbers and texts, by name; None is unknown
 
 
-def number(record: Record, name: str) -> float:
-    """A value of a record that is always a number."""
-    value = record[name]
-    assert isinstance(value, int | float)
-    return value
+def finite(record: Record) -> Record:
+    """A record in which NaN and Inf are None, null in JSON, which has neither."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,8 @@ class Stopwatch:
 
     def lap(self) -> float:
         """Seconds since the last lap."""
-        self.pause()
-        seconds, self._total = self._total, 0.0
-        self.resume()
+        seconds = self.total()
+        self._total, self._started = 0.0, time.perf_counter()
         return seconds
 
 

@@ -29,7 +29,6 @@ class StepProfiler:
         self._activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
-        self._wanted = rank in config.profile_ranks
         self._running: profile | None = None
         self._first: int | None = None  # step of the trace that is open, on all ranks alike
 
@@ -43,7 +42,7 @@ class StepProfiler:
         timing = self._config
         if self._first is None and timing.profile_step_start <= step < timing.profile_step_end:
             self._first = step
-            if self._wanted:
+            if self._rank in timing.profile_ranks:
                 self._running = profile(activities=self._activities)
                 self._running.start()
 

@@ -1,7 +1,6 @@
 """Sinks for the numbers of a run besides the console, independent of one another."""
 
 import json
-import math
 import os
 import queue
 import threading
@@ -17,7 +16,7 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.config.values.urls import check_local_directory
-from megatron_zpp.reporting.metrics import Record, number
+from megatron_zpp.reporting.metrics import Record, finite
 from megatron_zpp.storage.files import check_writable, open_named
 from megatron_zpp.storage.regular import open_stream
 
@@ -33,7 +32,7 @@ class Sink(Protocol):
 
 
 class MetricsFile:
-    """Appends one JSON object per line; NaN and Inf become null, because JSON has neither.
+    """Appends one JSON object per line; NaN and Inf become null.
 
     If the file ends within a line, because an earlier start was killed or its disk was full, that line is
     ended first. A link in place of the file is followed as `open_named` says.
@@ -49,11 +48,7 @@ class MetricsFile:
 
     def write(self, record: Record) -> None:
         """Append one line."""
-        values = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
-        self._file.write(json.dumps(values, allow_nan=False) + "\n")
+        self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Close the file."""
@@ -94,8 +89,8 @@ class TensorBoard:
         """Records of earlier starts after `start` are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
-        again = start.iteration > 0
-        self._writer = SummaryWriter(directory, purge_step=start.iteration + 1 if again else None)
+        hidden = start.iteration + 1 if start.iteration else None
+        self._writer = SummaryWriter(directory, purge_step=hidden)
 
     def write(self, record: Record) -> None:
         """Add one point to the curve of every number."""
@@ -147,7 +142,7 @@ class WandB:
 
 def tagged(record: Record, tags: Mapping[str, str] = MEGATRON_TAGS) -> Record:
     """A record under Megatron-LM's tags, whose iteration-time is in seconds; others keep their names."""
-    in_seconds = {"elapsed_ms": number(record, "elapsed_ms") / 1000} if "elapsed_ms" in record else {}
+    in_seconds = {"elapsed_ms": record["elapsed_ms"] / 1000} if "elapsed_ms" in record else {}
     return {tags.get(name, name): value for name, value in (record | in_seconds).items()}
 
 

@@ -43,13 +43,12 @@ class ChecksummedWriter:
         data = memoryview(data).cast("B")
         borrows = len(data) >= self._chunk_bytes
         while len(data):
-            if not self._chunk and len(data) >= self._chunk_bytes:
-                self._put(data[: self._chunk_bytes])  # no copy
-                data = data[self._chunk_bytes :]
-                continue
             part = data[: self._chunk_bytes - len(self._chunk)]
-            self._chunk += part
             data = data[len(part) :]
+            if len(part) == self._chunk_bytes:
+                self._put(part)  # no copy
+                continue
+            self._chunk += part
             if len(self._chunk) == self._chunk_bytes:
                 self._put_rest()
         if borrows:

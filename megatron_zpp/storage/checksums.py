@@ -10,6 +10,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,24 +206,16 @@ class VerifiedFile:
         except ObjectError:
             raise  # the request was repeated already
         except (DamagedFile, OSError):
-            file = self._open()  # not in place of the other one, which threads are reading
-            try:
+            with closing(self._open()) as file:  # not in place of the other one, which threads are reading
                 file.forget(index * self._checksums.chunk_bytes, len(target))
                 self._load_from(file, index, target)
-            finally:
-                file.close()
         self._checked[index] = 1
         self._on_progress()
 
     def _load_from(self, file: Ranges, index: int, target: memoryview) -> None:
         first, done = index * self._checksums.chunk_bytes, 0
         while done < len(target):  # a read may be partial
-            try:
-                count = file.read_into(first + done, target[done:])
-            except ObjectError:
-                raise
-            except OSError as error:  # of a descriptor, so it does not name the file
-                raise OSError(error.errno, error.strerror, str(self.path)) from None
+            count = file.read_into(first + done, target[done:])
             if count == 0:
                 raise DamagedFile(f"{self.path}: became shorter while it was read")
             done += count
@@ -243,7 +236,7 @@ def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
     return Checksums(size, chunk_bytes, tuple(digests))
 
 
-def checksums_of_bytes(content: bytes) -> Checksums:
+def checksums_of_bytes(content: bytes | bytearray) -> Checksums:
     """Return the checksums of a file with this content."""
     view = memoryview(content)
     digests = [digest_of(view[at : at + CHUNK_BYTES]) for at in range(0, len(content), CHUNK_BYTES)]
@@ -257,11 +250,8 @@ def verify_file(
 
     `run` may be the map of a thread pool.
     """
-    file = VerifiedFile(path, checksums, on_progress)
-    try:
+    with closing(VerifiedFile(path, checksums, on_progress)) as file:
         file.check_rest(run)
-    finally:
-        file.close()
 
 
 def digest_of(chunk: bytes | memoryview) -> str:

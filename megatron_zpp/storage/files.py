@@ -123,15 +123,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     fsync(path.parent)
 
 
-def identity(path: Path) -> tuple[int, int, int] | None:
-    """Return a value that changes when another file or directory gets the name; None if nothing has it."""
-    try:
-        status = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
-
-
 def keep_first(partial: Path, path: Path) -> None:
     """Give the durable file `partial` the name `path`, unless another process was faster with its own."""
     try:

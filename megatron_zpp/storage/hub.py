@@ -23,19 +23,16 @@ _SETTINGS = (
 )
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 _FRESH = 60.0  # seconds in which a download answers other processes of the machine
-
-
 _found: dict[tuple[str, bool], tuple[str, Path]] = {}  # by name, and whether with weights, in this process
 
 
 def find_model(flag: str, name: str, *, weights: bool = True) -> tuple[str, Path]:
     """Return name and directory of hf:DIR, or of hf:ORG/NAME[@REVISION], which is downloaded.
 
-    The name of a model of the hub has its commit.
-
-    A process asks the hub once. Of several processes of a machine one does, and the others wait for it.
-    Without `weights` only config.json and the tokenizer's files are downloaded. A DIR need not exist. Raises
-    ValueError, in one line that names `flag`, if the hub does not give the files.
+    The name of a model of the hub has its commit. A process asks the hub once. Of several processes of a
+    machine one does, and the others wait for it. Without `weights` only config.json and the tokenizer's files
+    are downloaded. A DIR need not exist. Raises ValueError, in one line that names `flag`, if the hub does
+    not give the files.
     """
     directory, on_hub = Path(name.removeprefix(PREFIX)), _ON_HUB.fullmatch(name)
     if on_hub is None or directory.is_dir():
@@ -81,27 +78,20 @@ def _downloaded(name: str, repository: str, revision: str, *, weights: bool) -> 
     record = cache / ".locks" / f"models--{repository.replace('/', '--')}" / f"megatron_zpp.{files}"
     patterns = [*_SETTINGS, *(_WEIGHTS if weights else ())]
 
-    def ask() -> tuple[str, Path]:
+    with ExitStack() as held:
+        with suppress(OSError):  # nobody can write to this cache, so nobody downloads
+            record.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(record))
+        if commit := _just_downloaded(record):
+            with suppress(OSError):  # the cache was emptied since
+                known = {"revision": commit, "allow_patterns": patterns, "local_files_only": True}
+                return f"{PREFIX}{repository}@{commit}", Path(snapshot_download(repository, **known))
         if not constants.HF_HUB_OFFLINE:
             sys.stderr.write(f"{name}: downloading what is not yet in {cache}\n")
         path = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
         with suppress(OSError):
             record.write_text(json.dumps({"commit": path.name, "time": time.time()}))
         return f"{PREFIX}{repository}@{path.name}", path
-
-    commit = _just_downloaded(record)
-    if commit is None:
-        with ExitStack() as held:
-            with suppress(OSError):  # nobody can write to this cache, so nobody downloads
-                record.parent.mkdir(parents=True, exist_ok=True)
-                held.enter_context(locked(record))
-            commit = _just_downloaded(record)
-            if commit is None:
-                return ask()
-    with suppress(OSError):  # the cache was emptied since
-        path = snapshot_download(repository, revision=commit, allow_patterns=patterns, local_files_only=True)
-        return f"{PREFIX}{repository}@{commit}", Path(path)
-    return ask()
 
 
 def _just_downloaded(record: Path) -> str | None:

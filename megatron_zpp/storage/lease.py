@@ -101,7 +101,7 @@ class Lease:
         """
         self._path, self._seconds, self._holder = directory / LEASE, seconds, Holder.of_this_process()
         self._record = record_of(self._path)
-        self._using = threading.Lock()  # reading and renewing are one operation
+        self._using = threading.RLock()  # reading and renewing are one operation
         try:
             self._take(say)
         except BaseException:
@@ -135,11 +135,7 @@ class Lease:
 
     def check(self) -> None:
         """Read the file. Raises LeaseLost if another process holds the lease, or has held it and ended."""
-        with self._using:
-            self._check()
-
-    def _check(self) -> None:
-        with contextlib.suppress(OSError):  # an unreadable file is no proof that the lease was taken over
+        with contextlib.suppress(OSError), self._using:  # if unreadable, there is no proof of another holder
             content = self._record.read()
             other = Holder.decode(content)
             if content is None:
@@ -192,7 +188,7 @@ class Lease:
             self._holder = replace(self._holder, renewed=self._holder.renewed + 1)
             with contextlib.suppress(OSError), self._using:  # the next renewal may succeed
                 try:
-                    self._check()
+                    self.check()
                 except LeaseLost:
                     return
                 self._record.renew(self._holder.encode())

@@ -27,7 +27,7 @@ _KINDS = {
 }
 # With O_NONBLOCK, opening a FIFO returns at once; it does not affect reads of a regular file.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-_PIECE = 1 << 20  # bytes read at a time
+_PIECE = 1 << 20  # bytes read at a time, because memory for all that is allowed may be more than there is
 _Result = TypeVar("_Result")
 
 
@@ -89,15 +89,18 @@ class FileRanges:
     """An open regular file of `size` bytes. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = open_regular(path)
+        self._path, self._descriptor = str(path), open_regular(path)
         self.size = os.fstat(self._descriptor).st_size
 
     def read_into(self, start: int, target: memoryview) -> int:
         """Fill the beginning of `target` from `start` on. Returns the number of bytes, 0 at the end.
 
-        Raises OSError.
+        Raises OSError that names the file.
         """
-        return os.preadv(self._descriptor, [target], start)
+        try:
+            return os.preadv(self._descriptor, [target], start)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._path) from None
 
     def forget(self, start: int, size: int) -> None:
         """Make the next read of a range come from the storage, not from this machine's memory, if it can."""

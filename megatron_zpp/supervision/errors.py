@@ -41,10 +41,10 @@ def one_line_errors(
         _leave(prog, topology, f"error: {one_line(error)}{hint}", 1, say)
 
 
-def end_at_once(prog: str, topology: Topology, message: str, status: int) -> NoReturn:
-    """Write one line and end this process, from any thread, whatever other threads hold or wait for."""
-    write_line(line_of(prog, topology, message))
-    os._exit(status)
+def end_at_once(prog: str, topology: Topology, problem: str) -> NoReturn:
+    """End this process with an error line, from any thread, whatever other threads hold or wait for."""
+    write_line(line_of(prog, topology, f"error: {problem}"))
+    os._exit(1)
 
 
 def line_of(prog: str, topology: Topology, message: str) -> str:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from math import inf
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,7 +125,9 @@ class _Pulse:
             return
         beats, deadline = self._lifelines.beats, time.monotonic() + seconds
         ranks = range(1, self._topology.world_size)
-        while time.monotonic() < deadline and not all(_says(beats.get(rank), words) for rank in ranks):
+        while time.monotonic() < deadline and not all(
+            any(beats.get(rank, {}).get(word) for word in words) for rank in ranks
+        ):
             time.sleep(0.01)
 
     def _send_last(self, message: HeartbeatMessage) -> None:
@@ -149,13 +150,14 @@ class _Pulse:
         self._ending.acquire()  # never released
         if self._lifelines:
             self._lifelines.leave()
-        end_at_once(self._prog, self._topology, f"error: {verdict}", 1)
+        end_at_once(self._prog, self._topology, verdict)
 
     def _beat(self) -> None:
         """The thread."""
         while not self._over.wait(self._interval / 4):
             self._activity.tick(2 * self._interval)
-            if not self._asks and self._told_to_stop() and self._makes_no_progress():
+            waited = self._activity.seconds - self._activity.latest.since  # maybe for another rank
+            if self._told_to_stop() and waited > 2 * self._interval:
                 self._asks = True
             if self._asks or self._activity.seconds - self._sent >= self._interval:
                 self._sent, self._own = self._activity.seconds, self._message()
@@ -204,10 +206,6 @@ class _Pulse:
         ranks = range(1, self._topology.world_size)
         return [self._own, *(HeartbeatMessage(**beats[rank]) if rank in beats else None for rank in ranks)]
 
-    def _makes_no_progress(self) -> bool:
-        """Whether this rank has made no new mark for some time: it may be waiting for another."""
-        return self._activity.seconds - self._activity.latest.since > 2 * self._interval
-
     def _message(self, *, failed: str | None = None, left: bool = False) -> HeartbeatMessage:
         """This rank's next message."""
         self._count += 1
@@ -225,10 +223,6 @@ class _Pulse:
             failed=failed,
             left=left,
         )
-
-
-def _says(beat: dict[str, Any] | None, words: tuple[str, ...]) -> bool:
-    return beat is not None and any(beat[word] for word in words)
 
 
 def is_of_a_collective(error: BaseException) -> bool:

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_zpp.config.command_line import paint_message, wants_colour
-from megatron_zpp.config.options import printable
+from megatron_zpp.config.command_line import message_line
 from megatron_zpp.distributed.topology import Topology
 
 SHARED_MEMORY = Path("/dev/shm")  # local to this machine, fast, and empty after a reboot
@@ -84,9 +83,7 @@ def write_line(line: str) -> None:
     On a terminal the line has colours.
     """
     with suppress(OSError):  # the reader is gone
-        line = printable(line)
-        shown = paint_message(line) if wants_colour(os.isatty(2)) else line
-        os.write(2, f"{shown}\n".encode())
+        os.write(2, f"{message_line(line, os.isatty(2))}\n".encode())
 
 
 @contextmanager

@@ -76,7 +76,8 @@ def preflight(
             lines.append(describe_rates(ring.name, received) + through)
             # Inside a node of CPUs, a slow link is the scheduler's doing.
             if device.type == "cuda" or ring.name == BETWEEN:
-                warnings += slow_links(ring.name, received, _senders(mesh, index), met.addresses)
+                senders = [rings_of(mesh.at(rank))[index].neighbours(rank)[1] for rank in range(len(reports))]
+                warnings += slow_links(ring.name, received, senders, met.addresses)
         seconds = time.perf_counter() - started
         said = f" preflight: {counted(mesh.world_size, 'rank')} in {seconds:.1f} s; {', '.join(lines)}"
         return [None, [said, *(f" WARNING: {warning}" for warning in warnings)]]
@@ -100,12 +101,6 @@ def _problem(reports: list[list[Any]], addresses: Sequence[RankAddress]) -> str 
             sender = f"rank {damaged[0]} [{addresses[damaged[0]]}]"
             return f"{who} did not receive what {sender} sent"
     return None
-
-
-def _senders(mesh: Mesh, index: int) -> list[int]:
-    """The rank from which each rank receives in its ring of this index."""
-    ranks = range(mesh.world_size)
-    return [rings_of(mesh.at(rank))[index].neighbours(rank)[1] for rank in ranks]
 
 
 def _wrong_sums(mesh: Mesh, device: torch.device) -> int:

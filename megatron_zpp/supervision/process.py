@@ -5,6 +5,7 @@ import platform
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.job_store import VARIABLE as SECRET
@@ -60,8 +61,7 @@ class Process:
             if topology.local_rank == 0:
                 sys.stderr.write(f"{prog} [{platform.node()} rank {topology.rank}]: {line}\n")
 
-        def ended(text: str) -> None:
-            end_at_once(prog, topology, f"error: {text}", 1)
-
         with one_line_errors(prog, topology, say=lambda _, line: self.per_node.say("meeting", line)):
-            return rendezvous(topology, variables, config.timeout, say=say, ended=ended)
+            return rendezvous(
+                topology, variables, config.timeout, say=say, ended=partial(end_at_once, prog, topology)
+            )

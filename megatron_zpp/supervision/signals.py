@@ -22,14 +22,6 @@ class StopSignals:
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self.over = False
-        self._since = 0.0
-
-    def take(self, number: int) -> bool:
-        """Record a signal; True if it is a second request."""
-        if self.first is None:
-            self.first, self._since = signal.Signals(number), time.monotonic()
-            return False
-        return time.monotonic() - self._since > _SAME_REQUEST
 
     def finish(self) -> None:
         """The work of all ranks is done: a launcher's signals to those that have not exited mean nothing."""
@@ -55,18 +47,19 @@ def stop_signals(
     signals = StopSignals()
     node = f"{prog} [{platform.node()}]" if topology.world_size > 1 else prog
     # On a terminal the ^C stands in the line of the cursor.
-    begin = f"\n{node}" if os.isatty(2) else node
+    begin, since = f"\n{node}" if os.isatty(2) else node, 0.0
 
     def take(number: int) -> None:
+        nonlocal since
         if signals.over and number != signal.SIGINT:
             return
-        is_first = signals.first is None
-        if signals.take(number):
+        if signals.first is None:
+            signals.first, since = signal.Signals(number), time.monotonic()
+            per_node.say("stop", f"{begin}: {_promise(number, saves=saves)}")
+        elif time.monotonic() - since > _SAME_REQUEST:
             name = signal.Signals(number).name
             per_node.say("end", f"{begin}: {name} again: ends at once, nothing is saved")
             os._exit(INTERRUPTED)
-        if is_first:
-            per_node.say("stop", f"{begin}: {_promise(number, saves=saves)}")
 
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

@@ -18,8 +18,9 @@ class Tokenizer(ABC):
     kind: ClassVar[str]  # the name that --tokenizer-type gives it
     vocab_size: int  # the largest id plus one, without padding
     eod: int  # end of document
-    _digest: str
-    _files: Mapping[str, bytes] = MappingProxyType({})
+    fingerprint: str  # SHA-256 in hex of all that decides which ids a text gets, wherever its files lie
+    # What it was read from, by the names in a checkpoint; `build.saved_config` has settings to read it again.
+    files: Mapping[str, bytes] = MappingProxyType({})
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without an end of document. Raises ValueError for text it has no ids for."""
@@ -32,17 +33,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that do not form a character become U+FFFD."""
-
-    def fingerprint(self) -> str:
-        """SHA-256 in hex of everything that decides which ids a text gets, wherever its files lie."""
-        return self._digest
-
-    def files(self) -> dict[str, bytes]:
-        """The files that this tokenizer was read from, under the names that a checkpoint gives them.
-
-        `build.saved_config` returns the settings that read them again.
-        """
-        return dict(self._files)
 
     @abstractmethod
     def to_tokenizers(self) -> str | None:
@@ -89,7 +79,7 @@ def describe(tokenizer: Tokenizer) -> dict[str, Any]:
         "tokenizer_type": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
-        "fingerprint": tokenizer.fingerprint(),
+        "fingerprint": tokenizer.fingerprint,
     }
 
 

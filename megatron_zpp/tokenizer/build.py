@@ -34,27 +34,23 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
     `TokenizerConfig.check` has made sure that the files or sizes of the type are given.
     """
+    files = [getattr(config, field) for field in _SAVED.get(config.tokenizer_type, ())]
     if config.tokenizer_type == "SentencePieceTokenizer":
         from megatron_zpp.tokenizer.sentencepiece_tokenizer import SentencePieceTokenizer
 
-        assert config.tokenizer_model is not None
-        return SentencePieceTokenizer(config.tokenizer_model)
+        return SentencePieceTokenizer(*files)
     if config.tokenizer_type == "GPT2BPETokenizer":
         from megatron_zpp.tokenizer.gpt2_bpe import GPT2BPETokenizer
 
-        assert config.vocab_file is not None
-        assert config.merge_file is not None
-        return GPT2BPETokenizer(config.vocab_file, config.merge_file)
+        return GPT2BPETokenizer(*files)
     if config.tokenizer_type == "HuggingFaceTokenizer":
         from megatron_zpp.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 
-        assert config.tokenizer_model is not None
-        model = config.tokenizer_model
-        if model.startswith(HUGGINGFACE):
+        if files[0].startswith(HUGGINGFACE):
             from megatron_zpp.storage.hub import find_model
 
-            model = str(find_model("--tokenizer-model", model, weights=False)[1])
-        return HuggingFaceTokenizer(model)
+            files = [str(find_model("--tokenizer-model", files[0], weights=False)[1])]
+        return HuggingFaceTokenizer(*files)
     if config.tokenizer_type == "NullTokenizer":
         from megatron_zpp.tokenizer.null import NullTokenizer
 

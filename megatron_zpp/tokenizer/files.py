@@ -19,11 +19,9 @@ LIMIT = 256 << 20  # bytes; a tokenizer.json of 260,000 entries has 33 MB
 def read_bytes(flag: str, path: str, fix: str) -> bytes:
     """The file's bytes. Raises ValueError that names `flag`, `path` and `fix` when there are none to read."""
     try:
-        named = location(path)
-    except ValueError as error:
+        content = read_limited(location(path), LIMIT)
+    except ValueError as error:  # a URL that cannot be read
         raise option_error(flag, path, f"{error}; {fix}") from None
-    try:
-        content = read_limited(named, LIMIT)
     except UnfitFile as error:
         raise option_error(flag, path, f"{error.strerror}; {fix}") from None
     except OSError as error:

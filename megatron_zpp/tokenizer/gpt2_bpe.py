@@ -19,12 +19,12 @@ class GPT2BPETokenizer(PipelineTokenizer):
         from tokenizers import Tokenizer as Pipeline
         from tokenizers import decoders, models, pre_tokenizers
 
-        self._files = {
+        self.files = {
             VOCAB: read_bytes("--vocab-file", vocab_file, _VOCAB_FIX),
             MERGES: read_bytes("--merge-file", merge_file, _MERGES_FIX),
         }
-        vocab = _parse_vocab(self._files[VOCAB], vocab_file)
-        merges = _parse_merges(self._files[MERGES], merge_file)
+        vocab = _parse_vocab(self.files[VOCAB], vocab_file)
+        merges = _parse_merges(self.files[MERGES], merge_file)
         for first, second in merges:
             for piece in (first, second, first + second):
                 if piece not in vocab:
@@ -42,7 +42,7 @@ class GPT2BPETokenizer(PipelineTokenizer):
             )
         self.vocab_size = max(vocab.values()) + 1
         self.eod = vocab[_EOD]
-        self._digest = fingerprint_of(self.kind, [vocab, merges])
+        self.fingerprint = fingerprint_of(self.kind, [vocab, merges])
 
     def to_tokenizers(self) -> str:
         from tokenizers import AddedToken

@@ -43,7 +43,7 @@ class HuggingFaceTokenizer(PipelineTokenizer):
             raise option_error(_FLAG, model, f"{error}; {_FIX}") from None
         path = path / TOKENIZER if path.is_dir() else path
         content = read_bytes(_FLAG, str(path), _FIX)
-        self._files = {TOKENIZER: content}
+        self.files = files = {TOKENIZER: content}
         parts = parse_json(content, _FLAG, str(path), _FIX)
         _check_unknown(parts, path)
         try:
@@ -59,8 +59,8 @@ class HuggingFaceTokenizer(PipelineTokenizer):
         self.vocab_size = max(vocab.values()) + 1
         for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP):
             if path.with_name(name).exists():
-                self._files[name] = read_bytes(_FLAG, str(path.with_name(name)), _CONFIG_FIX)
-        eod = _find_eod(vocab, path, self._files)
+                files[name] = read_bytes(_FLAG, str(path.with_name(name)), _CONFIG_FIX)
+        eod = _find_eod(vocab, path, files)
         self.eod = vocab[eod]
         special = {token["content"] for token in parts.get("added_tokens") or () if token["special"]}
         self._encoder = self._pipeline
@@ -68,7 +68,7 @@ class HuggingFaceTokenizer(PipelineTokenizer):
             self._encoder = Pipeline.from_str(json.dumps(unspellable))
             _encode_whole_text(self._encoder)
         decisive = {name: parts.get(name) for name in _PARTS_THAT_DECIDE_IDS}
-        self._digest = fingerprint_of(self.kind, [decisive, self.eod])
+        self.fingerprint = fingerprint_of(self.kind, [decisive, self.eod])
 
     def to_tokenizers(self) -> str:
         parts = json.loads(self._pipeline.to_str())
@@ -140,13 +140,9 @@ def _find_eod(vocab: dict[str, int], path: Location, files: dict[str, bytes]) ->
     if len(named) > 1:
         both = " and ".join(f"{eos!r} in {place.name}" for eos, place in named.items())
         raise option_error(_FLAG, path, f"has two ends of document, {both}; name the same eos_token in both")
-    usual = [eos for eos in _USUAL_EODS if eos in vocab]
-    if not named and len(usual) == 1:
-        return usual[0]
-    if not named:
-        what = "several possible ends of document" if usual else "no end of document"
+    eods = [*named] or [eos for eos in _USUAL_EODS if eos in vocab]
+    if len(eods) != 1:
+        what = "several possible ends of document" if eods else "no end of document"
         fix = f"name an eos_token in {path.with_name(TOKENIZER_CONFIG)}"
-        raise option_error(
-            _FLAG, path, f"has {what}: {fix}" + ("" if usual else f", or add {_USUAL_EODS[0]}")
-        )
-    return next(iter(named))
+        raise option_error(_FLAG, path, f"has {what}: {fix}" + ("" if eods else f", or add {_USUAL_EODS[0]}"))
+    return eods[0]

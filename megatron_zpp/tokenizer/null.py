@@ -19,7 +19,7 @@ class NullTokenizer(Tokenizer):
             )
         self.vocab_size = largest + 1
         self.eod = largest
-        self._digest = fingerprint_of(self.kind, largest)
+        self.fingerprint = fingerprint_of(self.kind, largest)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return list(map(self._ids, texts))

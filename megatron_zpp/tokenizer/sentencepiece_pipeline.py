@@ -53,9 +53,7 @@ def _model(model: Any) -> Any:
     if spec.model_type != _UNIGRAM:
         raise ValueError("only bpe and unigram models can be written as a tokenizer.json")
     normal = [piece.score for piece in pieces if piece.type == _NORMAL]
-    below = (
-        min(normal, default=0.0) - 1000.0
-    )  # a text that spells a byte's or a special piece does not get it
+    below = min(normal, default=0.0) - 1000.0  # a text that spells a byte or a special piece does not get it
     highest = max(normal, default=0.0)
 
     def score(piece: Any) -> float:

@@ -31,8 +31,8 @@ class SentencePieceTokenizer(Tokenizer):
             raise option_error(
                 "--tokenizer-model", model, "has no end-of-sentence piece; train one without --eos_id=-1"
             )
-        self._files = {SENTENCEPIECE_MODEL: content}
-        self._digest = hashlib.sha256(self.kind.encode() + b"\0" + content).hexdigest()
+        self.files = {SENTENCEPIECE_MODEL: content}
+        self.fingerprint = hashlib.sha256(self.kind.encode() + b"\0" + content).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         try:
@@ -47,4 +47,4 @@ class SentencePieceTokenizer(Tokenizer):
     def to_tokenizers(self) -> str:
         from megatron_zpp.tokenizer.sentencepiece_pipeline import to_pipeline
 
-        return to_pipeline(self._files[SENTENCEPIECE_MODEL])
+        return to_pipeline(self.files[SENTENCEPIECE_MODEL])

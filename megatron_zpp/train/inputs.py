@@ -66,7 +66,7 @@ def check_inputs(config: Config, mesh: Mesh, say: Callable[[str], None]) -> RunI
     return RunInputs(
         config=config,
         tokenizer=description,
-        tokenizer_files=tokenizer.files(),
+        tokenizer_files=tokenizer.files,
         schedule=schedule,
         splits=splits,
     )

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from megatron_zpp.config.options import Options, UsageError, make_parser, option, option_error, parse_options
+from megatron_zpp.config.options import Options, UsageError, make_parser, option, option_error, parse_all
 from tests.support import environment, refusal, run
 
 
@@ -27,7 +27,7 @@ class Kitchen(Options):
 
 
 def parse(*argv: str) -> Kitchen:
-    return parse_options(Kitchen, "cook", "Cooks.", argv)
+    return parse_all({"kitchen": Kitchen}, "cook", "Cooks.", argv)["kitchen"]
 
 
 def test_every_kind_of_field_is_read() -> None:

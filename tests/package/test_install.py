@@ -84,8 +84,10 @@ def test_the_scripts_are_there_and_a_run_works_elsewhere(environment_bin: Path, 
     said = run(environment_bin / "python", "-c", HELP, cwd=tmp_path, cache=tmp_path)
     assert said.count("\nhelp of ") == len(SCRIPTS) - 1
     assert all("--" in words for words in said.split("\nhelp of ")[1:])
-    argv = [*SMALLEST, "--device", "cpu", "--save", "run"]
+    argv = [*SMALLEST, "--device", "cpu", "--save", "run", "--metrics-file", "metrics.jsonl"]
     run(environment_bin / "megatron-zpp", "train", *argv, cwd=tmp_path, cache=tmp_path)
+    run(environment_bin / "megatron-zpp", "report", "metrics.jsonl", cwd=tmp_path, cache=tmp_path)
+    assert "</html>" in (tmp_path / "report.html").read_text()
     argv = ["--load", "run", "--device", "cpu", "--prompt", "1 2", "--max-new-tokens", "2"]
     assert "1 2" in run(environment_bin / "megatron-zpp", "sample", *argv, cwd=tmp_path, cache=tmp_path)
 

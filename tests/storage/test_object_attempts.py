@@ -7,7 +7,6 @@ from botocore.client import BaseClient
 from botocore.exceptions import ClientError, EndpointConnectionError
 
 from megatron_zpp.storage.location import ObjectError
-from megatron_zpp.storage.objects import path as object_path
 from megatron_zpp.storage.objects import requests as object_store
 from megatron_zpp.storage.objects.path import ObjectPath
 from megatron_zpp.storage.objects.requests import NoUpload
@@ -127,16 +126,16 @@ def test_all_uploads_are_removed_when_an_answer_lists_a_part_of_them(
     server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """moto lists all of them at once, so its answer is cut here, into answers of two."""
-    directory, whole = ObjectPath(BUCKET, "parts"), object_path.request
+    directory, send = ObjectPath(BUCKET, "parts"), BaseClient._make_api_call
     for name in "abcde":
         (directory / name).begin_upload()
     listed: list[str] = []
 
-    def cut(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
-        if operation != "list_multipart_uploads":
-            return whole(url, operation, **arguments)
+    def cut(client: BaseClient, operation: str, arguments: dict[str, Any]) -> Any:
+        if operation != "ListMultipartUploads":
+            return send(client, operation, arguments)
         after = arguments.pop("KeyMarker", ""), arguments.pop("UploadIdMarker", "")
-        found = whole(url, operation, **arguments).get("Uploads", [])
+        found = send(client, operation, arguments).get("Uploads", [])
         found = sorted((upload["Key"], upload["UploadId"]) for upload in found)
         page = [each for each in found if each > after][:2]
         listed.extend(key for key, _ in page)
@@ -145,9 +144,10 @@ def test_all_uploads_are_removed_when_an_answer_lists_a_part_of_them(
             answer |= {"IsTruncated": True, "NextKeyMarker": page[-1][0], "NextUploadIdMarker": page[-1][1]}
         return answer
 
-    monkeypatch.setattr(object_path, "request", cut)
+    monkeypatch.setattr(BaseClient, "_make_api_call", cut)
     directory.remove_tree()
     assert listed == [f"parts/{name}" for name in "abcde"]
+    monkeypatch.undo()
     assert not server.client.list_multipart_uploads(Bucket=BUCKET).get("Uploads")
 
 

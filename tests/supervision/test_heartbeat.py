@@ -268,7 +268,9 @@ def test_an_orderly_end_is_silent(played: Played) -> None:
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this process, which does not end, says as it should."""
     said: list[str] = []
-    monkeypatch.setattr(module, "end_at_once", lambda prog, topology, message, status: said.append(message))
+    monkeypatch.setattr(
+        module, "end_at_once", lambda prog, topology, problem: said.append(f"error: {problem}")
+    )
     return said
 
 

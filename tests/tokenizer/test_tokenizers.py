@@ -135,7 +135,7 @@ def test_an_eos_token_of_the_special_tokens_map_counts(bpe_files: Path, tmp_path
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
     tokenizer = hugging_face(tmp_path)
     assert tokenizer.eod == PreTrainedTokenizerFast.from_pretrained(str(tmp_path)).eos_token_id
-    assert tokenizer.files().keys() == {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+    assert tokenizer.files.keys() == {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": "<|endoftext|>"}))
     with pytest.raises(ValueError, match=r"two ends of document, .* and .*; name the same eos_token in both"):
         hugging_face(tmp_path)
@@ -167,7 +167,7 @@ def test_fingerprint_is_of_contents(bpe_files: Path, tmp_path: Path) -> None:
     assert describe(hugging_face(tmp_path / "tokenizer.json")) == describe(hugging_face(bpe_files))
     merges = (tmp_path / "merges.txt").read_text().splitlines()
     (tmp_path / "merges.txt").write_text("\n".join(merges[:-1]) + "\n")
-    assert gpt2(tmp_path).fingerprint() != gpt2(bpe_files).fingerprint()
+    assert gpt2(tmp_path).fingerprint != gpt2(bpe_files).fingerprint
 
 
 @pytest.mark.parametrize("eos", ["<s>", {"content": "<s>", "lstrip": False}])

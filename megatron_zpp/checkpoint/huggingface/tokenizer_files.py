@@ -59,7 +59,7 @@ def write_tokenizer(
     write_durably(directory / TOKENIZER, written.encode())
     of_gpt2 = config.tokenizer_type == "GPT2BPETokenizer"
     for name in (_VOCAB, _MERGES) if of_gpt2 else ():
-        write_durably(directory / name, tokenizer.files()[name])
+        write_durably(directory / name, tokenizer.files[name])
     end = pipeline.id_to_token(tokenizer.eod)
     special = {"bos_token": end, "eos_token": end} | ({"unk_token": end} if of_gpt2 else {})
     settings = special | {

@@ -110,8 +110,12 @@ class _Worker:
         self.pipe, its = context.Pipe()
         self._process = context.Process(target=_serve, args=(build, its), daemon=True)
         resource_tracker.ensure_running()  # which unblocks Ctrl-C when it starts
-        with _interrupts_held():
+        # The terminal sends Ctrl-C to all processes, and the parent alone decides.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         its.close()
 
     def send(self, item: Any) -> None:
@@ -139,16 +143,6 @@ def _death_said() -> Iterator[None]:
         yield
     except (EOFError, OSError):
         raise ChildProcessError("a worker process has died; the machine may have run out of memory") from None
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Block Ctrl-C in processes started in this context: the terminal signals all, but the parent decides."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve(build: Callable[[], Callable[[Any], Any]], pipe: Connection) -> None:

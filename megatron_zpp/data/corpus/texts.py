@@ -1,11 +1,11 @@
 """Reads documents from text files and JSON lines."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
-from megatron_zpp.data.corpus.inputs import TEXT, Block, read_blocks
+from megatron_zpp.data.corpus.inputs import TEXT, Block, find_files, read_blocks
 from megatron_zpp.data.corpus.json_lines import MALFORMED, parse_lines, split_lines, utf16
 from megatron_zpp.data.corpus.problems import Problem
 
@@ -24,11 +24,14 @@ class Texts:
     disk_bytes: int  # their size in the file
 
 
-def check_suffix(flag: str, path: str) -> None:
-    """Raise ValueError if the name does not end in a known suffix."""
-    if plain_suffix(path) not in JSON_LINES + TEXT:
-        endings = " or ".join(JSON_LINES + TEXT)
-        raise option_error(flag, path, f"its name must end in {endings}, then .gz or .zst if compressed")
+def find_texts(flag: str, patterns: Sequence[str], *, output: str | None = None) -> list[str]:
+    """As `find_files`. Raises ValueError also for a name that does not end in a known suffix."""
+    files = find_files(flag, patterns, output=output)
+    for path in files:
+        if plain_suffix(path) not in JSON_LINES + TEXT:
+            endings = " or ".join(JSON_LINES + TEXT)
+            raise option_error(flag, path, f"its name must end in {endings}, then .gz or .zst if compressed")
+    return files
 
 
 def keep(path: str, numbered: Iterable[tuple[int, str]], problems: list[Problem], disk_bytes: int) -> Texts:

@@ -9,12 +9,7 @@ import numpy as np
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.indexed import IndexedSamples, index_path
-from megatron_zpp.data.megatron.blend import (
-    BLEND_INDEXES,
-    MegatronBlend,
-    blend_order,
-    exhaustive_order,
-)
+from megatron_zpp.data.megatron.blend import BLEND_INDEXES, MegatronBlend, blend_order, exhaustive_order
 from megatron_zpp.data.megatron.order import OrderSizes, document_index, sample_index, shuffle_index
 from megatron_zpp.data.order_cache import CachedArrays, NamedArrays, OrderCache, contents_of
 from megatron_zpp.data.samples import Epochs

@@ -70,7 +70,7 @@ class TokenCache:
     def counts(self, blocks: np.ndarray) -> np.ndarray:
         """Return the tokens of each block, -1 if it is not tokenised: (len,) integers to (len,) int64."""
         records = self._records(np.asarray(blocks))
-        known = records["check"] == _check(records["tokens"], records["skipped"], np.asarray(blocks))
+        known = records["check"] == random_bits(records["tokens"], records["skipped"], np.asarray(blocks))
         if not self._skip:
             known &= records["skipped"] == 0  # tokenised again, so that the error names the line
         return np.where(known, records["tokens"], -1).astype(np.int64)
@@ -173,7 +173,7 @@ class TokenCache:
         self._write(self._path(block), _digest(tokens) + tokens)
         record = np.zeros(1, _RECORD)
         record["tokens"], record["skipped"] = encoded.tokens[0].size, len(skipped)
-        record["check"] = _check(record["tokens"], record["skipped"], np.array([block]))
+        record["check"] = random_bits(record["tokens"], record["skipped"], np.array([block]))
         self._record(block, record.tobytes())
 
     def _write(self, path: Path, content: bytes) -> None:
@@ -227,7 +227,3 @@ class _PartsToFill:
 
 def _digest(tokens: bytes) -> bytes:
     return hashlib.blake2b(tokens, digest_size=_DIGEST).digest()
-
-
-def _check(tokens: np.ndarray, skipped: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    return random_bits(tokens, skipped, blocks)

@@ -12,13 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
-from megatron_zpp.storage.checksums import (
-    JSON_LIMIT,
-    Checksums,
-    DamagedFile,
-    verify_file,
-)
-from megatron_zpp.storage.files import identity, locked, write_text
+from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile, verify_file
+from megatron_zpp.storage.files import locked, write_text
 from megatron_zpp.storage.location import NoObject, ObjectError
 from megatron_zpp.storage.objects.path import ObjectPath, ObjectRanges
 from megatron_zpp.storage.regular import read_limited
@@ -76,16 +71,12 @@ def _copy(path: ObjectPath, directory: Path) -> None:
     except NoObject:
         copy.unlink(missing_ok=True)
         return
-    while True:
-        seen = identity(_record(copy))
-        if _is_copy(copy, opened):
-            return
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with locked(copy.with_name(f"{copy.name}.lock")):  # one of the ranks of a node copies for all
-            if identity(_record(copy)) == seen:
-                _download(opened, copy)
-                return
-        # Another rank has copied it; those that waited compare it at once, without the lock.
+    if _is_copy(copy, opened):  # all ranks of a node find that out at once, without the lock
+        return
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    with locked(copy.with_name(f"{copy.name}.lock")):  # one of them copies for all
+        if not _is_copy(copy, opened):
+            _download(opened, copy)
 
 
 def _is_copy(copy: Path, opened: ObjectRanges) -> bool:

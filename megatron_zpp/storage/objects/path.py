@@ -17,7 +17,6 @@ from megatron_zpp.storage.objects.requests import NoUpload, get, request
 
 _REMOVED_AT_ONCE = 1000  # objects; S3's limit
 _OBJECTS, _UPLOADS = "list_objects_v2", "list_multipart_uploads"
-_PLACES = {_OBJECTS: ("ContinuationToken",), _UPLOADS: ("KeyMarker", "UploadIdMarker")}  # of the next answer
 
 
 @dataclass(frozen=True, order=True)
@@ -61,7 +60,7 @@ class ObjectPath:
 
     def is_dir(self) -> bool:
         """Whether an object is below it."""
-        return bool(next(self._pages(_OBJECTS, MaxKeys=1)).get("Contents"))
+        return bool(self._list(_OBJECTS, PaginationConfig={"MaxItems": 1, "PageSize": 1}).get("Contents"))
 
     def exists(self) -> bool:
         """Whether there is such an object or directory. Raises ObjectError if there is no such bucket."""
@@ -69,16 +68,16 @@ class ObjectPath:
 
     def glob(self, pattern: str) -> Iterator["ObjectPath"]:
         """Yield the objects and directories directly in this directory whose names match."""
-        for page in self._pages(_OBJECTS, Delimiter="/"):
-            keys = [found["Key"] for found in page.get("Contents", [])]
-            keys += [found["Prefix"].rstrip("/") for found in page.get("CommonPrefixes", [])]
-            for path in (ObjectPath(self.bucket, key) for key in keys):
-                if fnmatch.fnmatchcase(path.name, pattern):
-                    yield path
+        listed = self._list(_OBJECTS, Delimiter="/")
+        keys = [found["Key"] for found in listed.get("Contents", [])]
+        keys += [found["Prefix"].rstrip("/") for found in listed.get("CommonPrefixes", [])]
+        for path in (ObjectPath(self.bucket, key) for key in keys):
+            if fnmatch.fnmatchcase(path.name, pattern):
+                yield path
 
     def sizes(self) -> dict[str, int]:
         """The bytes of each object directly in this directory, by name."""
-        found = [each for page in self._pages(_OBJECTS, Delimiter="/") for each in page.get("Contents", [])]
+        found = self._list(_OBJECTS, Delimiter="/").get("Contents", [])
         return {each["Key"].rpartition("/")[2]: each["Size"] for each in found}
 
     def read(self, start: int, size: int, tag: str) -> bytes:
@@ -107,21 +106,19 @@ class ObjectPath:
 
     def remove_tree(self) -> None:
         """Remove every object below this directory, and the parts of uploads that did not end."""
-        for page in self._pages(_OBJECTS):
-            keys = [{"Key": found["Key"]} for found in page.get("Contents", [])]
-            for first in range(0, len(keys), _REMOVED_AT_ONCE):
-                some = {"Objects": keys[first : first + _REMOVED_AT_ONCE], "Quiet": True}
-                answer = request(str(self), "delete_objects", Bucket=self.bucket, Delete=some)
-                for left in answer.get("Errors", []):
-                    reason = f"cannot be removed: {left.get('Code')} {left.get('Message')}"
-                    raise ObjectError(errno.EIO, reason, f"{S3}{self.bucket}/{left.get('Key')}")
+        keys = [{"Key": found["Key"]} for found in self._list(_OBJECTS).get("Contents", [])]
+        for first in range(0, len(keys), _REMOVED_AT_ONCE):
+            some = {"Objects": keys[first : first + _REMOVED_AT_ONCE], "Quiet": True}
+            answer = request(str(self), "delete_objects", Bucket=self.bucket, Delete=some)
+            for left in answer.get("Errors", []):
+                reason = f"cannot be removed: {left.get('Code')} {left.get('Message')}"
+                raise ObjectError(errno.EIO, reason, f"{S3}{self.bucket}/{left.get('Key')}")
         self.abort_uploads()
 
     def abort_uploads(self) -> None:
         """Remove the parts of all uploads below this directory that have not ended."""
-        for page in self._pages(_UPLOADS):
-            for upload in page.get("Uploads", []):
-                ObjectPath(self.bucket, upload["Key"]).abort_upload(upload["UploadId"])
+        for upload in self._list(_UPLOADS).get("Uploads", []):
+            ObjectPath(self.bucket, upload["Key"]).abort_upload(upload["UploadId"])
 
     def begin_upload(self) -> str:
         """Begin to upload the object in parts, and return the upload's id."""
@@ -155,15 +152,9 @@ class ObjectPath:
     def _named(self) -> dict[str, Any]:
         return {"Bucket": self.bucket, "Key": self.key}
 
-    def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """Yield the answers that together list everything below this directory."""
-        more: dict[str, str] = {}
-        while True:
-            page = request(str(self), operation, Bucket=self.bucket, Prefix=self._prefix, **arguments, **more)
-            yield page
-            if not page.get("IsTruncated"):
-                return
-            more = {name: page[f"Next{name}"] for name in _PLACES[operation]}
+    def _list(self, operation: str, **arguments: Any) -> dict[str, Any]:
+        """Return everything below this directory, or as much as `arguments` ask for."""
+        return request(str(self), operation, Bucket=self.bucket, Prefix=self._prefix, **arguments)
 
 
 class ObjectRanges:

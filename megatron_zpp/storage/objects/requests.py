@@ -47,7 +47,8 @@ class Unanswered(ObjectError):
 def request(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
     """Return the answer to one request of boto3's client. Raises ObjectError, of which `url` is the file.
 
-    A request without an answer is sent again, also if it is not known whether it was carried out.
+    What the store lists in several answers, each to a request of its own, is returned as one. A request
+    without an answer is sent again, also if it is not known whether it was carried out.
     """
     return _repeated(lambda: _attempt(url, operation, **arguments))
 
@@ -76,7 +77,10 @@ def _attempt(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
     try:
         import botocore.exceptions
 
-        return getattr(_client(os.getpid()), operation)(**arguments)
+        client = _client(os.getpid())
+        if client.can_paginate(operation):
+            return client.get_paginator(operation).paginate(**arguments).build_full_result()
+        return getattr(client, operation)(**arguments)
     except ModuleNotFoundError:
         raise ObjectError(errno.ENOPKG, INSTALL, url) from None
     except botocore.exceptions.ClientError as error:

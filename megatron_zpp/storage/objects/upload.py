@@ -3,7 +3,7 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from megatron_zpp.storage.checksums import CHUNK_BYTES, Checksums, OnProgress, digest_of, no_report
+from megatron_zpp.storage.checksums import CHUNK_BYTES, Checksums, OnProgress, checksums_of_bytes, no_report
 from megatron_zpp.storage.location import ObjectError
 from megatron_zpp.storage.objects.path import ObjectPath
 
@@ -28,7 +28,7 @@ class ChecksummedUpload:
         self._path, self._on_progress = path, on_progress
         self._part_bytes, self._size = part_bytes(size), 0
         self._part = bytearray()
-        self._sent: list[Future[tuple[str, list[str]]]] = []  # tag and digests of each part
+        self._sent: list[Future[tuple[str, tuple[str, ...]]]] = []  # tag and digests of each part
         self._pool = ThreadPoolExecutor(max_workers=_AT_ONCE, thread_name_prefix="upload")
         self._upload: str | None = path.begin_upload()
 
@@ -68,10 +68,9 @@ class ChecksummedUpload:
             self._sent[-_AT_ONCE].result()  # so that no more parts are in memory
         self._sent.append(self._pool.submit(self._send_part, len(self._sent) + 1, part))
 
-    def _send_part(self, number: int, part: bytearray) -> tuple[str, list[str]]:
+    def _send_part(self, number: int, part: bytearray) -> tuple[str, tuple[str, ...]]:
         assert self._upload is not None
-        chunks = memoryview(part)
-        digests = [digest_of(chunks[at : at + CHUNK_BYTES]) for at in range(0, len(part), CHUNK_BYTES)]
+        digests = checksums_of_bytes(part).digests
         tag = self._path.upload_part(self._upload, number, part)
         self._on_progress()
         return tag, digests

@@ -127,11 +127,8 @@ def _json_line(key: str, value: Any) -> bytes:
             value = value.decode()
         except UnicodeDecodeError:  # the encoder reports the bytes
             return b"{%s: " % json.dumps(key).encode() + value.replace(b"\n", b" ") + b"}\n"
-    return json.dumps({key: value}, default=_not_text).encode() + b"\n"
-
-
-def _not_text(value: Any) -> dict[str, str]:
-    return {type(value).__name__: str(value)}
+    line = json.dumps({key: value}, default=lambda other: {type(other).__name__: str(other)})
+    return line.encode() + b"\n"
 
 
 def _is_string(kind: Any) -> bool:
