@@ -149,8 +149,7 @@ def attempt(topology: Topology, names: Pair) -> Outcome:
     rates = config.learning_rate.lr, config.learning_rate.decoupled_lr
     for step in range(STEPS):
         for index in range(MICRO_BATCHES):
-            place = mesh.data_rank + 100 * index + 1000 * step
-            generator = torch.Generator().manual_seed(place)
+            generator = torch.Generator().manual_seed(mesh.data_rank + 100 * index + 1000 * step)
             tokens = torch.randint(200, (config.training.micro_batch_size, 33), generator=generator)
             loss = engine.accumulate(tokens, index=index, micro_batches=MICRO_BATCHES)
         result = engine.step(*rates)
