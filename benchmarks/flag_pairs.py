@@ -31,7 +31,7 @@ from tests.zero.ranks import on_ranks
 
 COMMON = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 200 --num-layers 3 --hidden-size 64 "
-    "--num-attention-heads 4 --ffn-hidden-size 64 --seq-length 16 --train-iters 4 --micro-batch-size 1 "
+    "--num-attention-heads 4 --ffn-hidden-size 64 --seq-length 32 --train-iters 4 --micro-batch-size 1 "
     "--eval-iters 0 --device cpu --lr 1e-2"
 ).split()
 NODES, MICRO_BATCHES, STEPS, BATCH = 2, 2, 2, 24
@@ -54,6 +54,13 @@ SETTINGS: dict[str, dict[str, str]] = {  # by kind, of which a pair has one each
     "unit": {"sublayers": "--zero-unit sublayer"},
     "tying": {"untied": "--untie-embeddings-and-output-weights"},
     "tensor": {"tensor ranks": "--tensor-model-parallel-size 2"},
+    "context": {"context ranks": "--context-parallel-size 2 --attention-dropout 0"},
+    "optimizer": {"Muon": "--optimizer muon"},
+    "states": {
+        "moments in bf16": "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        "moments in fp8": "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp16",
+        "weights in 24 bits": "--use-precision-aware-optimizer --main-params-dtype bf16+8",
+    },
     "rates": {"decoupled rate": "--decoupled-lr 3e-3"},
     "offload": {"offloaded optimizer": "--zero-offload-optimizer"},
     "precision": {"fp32": "--fp32", "bf16": "--bf16", "fp16": "--fp16 --initial-loss-scale 65536"},
@@ -89,6 +96,7 @@ NEEDS = {  # by the beginning of a flag: what is added where a pair does not say
     "--zero-quantized": "--zero-stage 3",
     "--zero-gradient": "--zero-stage 2",
     "--fp8": "--bf16",
+    "--main-params": "--bf16",
 }
 KIND_OF = {name: kind for kind, settings in SETTINGS.items() for name in settings}
 FLAGS_OF = {name: flags for settings in SETTINGS.values() for name, flags in settings.items()}
@@ -112,8 +120,9 @@ def flags_of(names: Pair) -> list[str]:
 
 
 def ranks_of_a_node(names: Pair) -> int:
-    """2, and more where groups are parts of a node, or would be if tensor ranks did not share it."""
-    return 4 if any(name.endswith(" 2") and name != "prefetch 2" for name in names) else 2
+    """2, and more where groups are parts of a node, or would be if other ranks did not share it."""
+    parts = any(name.endswith(" 2") and name != "prefetch 2" for name in names)
+    return 4 if parts or {"tensor ranks", "context ranks"} == set(names) else 2
 
 
 def attempt_all(topology: Topology, pairs: list[Pair]) -> list[Outcome]:
@@ -125,7 +134,8 @@ def attempt(topology: Topology, names: Pair) -> Outcome:
     """Two steps of a model with some settings. Raises what is no refusal."""
     try:
         config = parse_args([*COMMON, *flags_of(names)])
-        mesh = topology.mesh(config.distributed.tensor_model_parallel_size)
+        distributed = config.distributed
+        mesh = topology.mesh(distributed.tensor_model_parallel_size, distributed.context_parallel_size)
         inputs = check_inputs(config, mesh, lambda line: None)
         check_routes(config.zero, mesh)
         if {"offloaded optimizer", "offloaded inputs"} & set(names):
@@ -139,9 +149,8 @@ def attempt(topology: Topology, names: Pair) -> Outcome:
     rates = config.learning_rate.lr, config.learning_rate.decoupled_lr
     for step in range(STEPS):
         for index in range(MICRO_BATCHES):
-            place = mesh.data_rank + 100 * index + 1000 * step
-            generator = torch.Generator().manual_seed(place)
-            tokens = torch.randint(200, (config.training.micro_batch_size, 17), generator=generator)
+            generator = torch.Generator().manual_seed(mesh.data_rank + 100 * index + 1000 * step)
+            tokens = torch.randint(200, (config.training.micro_batch_size, 33), generator=generator)
             loss = engine.accumulate(tokens, index=index, micro_batches=MICRO_BATCHES)
         result = engine.step(*rates)
         if not (torch.isfinite(loss) and result.skipped.item() == 0):

@@ -119,7 +119,9 @@ def _trade(run: Plan, best: Plan, other: Plan) -> str:
         parts.append(f"{decimal_bytes((best.sent.inter - other.sent.inter) / best.job.nodes)} less to send")
     if len(changed_flags(run.job, other.job)) < len(changed_flags(run.job, best.job)):
         parts.append("fewer flags")
-    return f"{' and '.join(parts)} for {other.seconds / best.seconds - 1:+.1%} time"
+    slower = other.seconds / best.seconds - 1
+    time = f"in the same time, within {WORTH:.0%}" if abs(slower) <= WORTH else f"for {slower:+.1%} time"
+    return f"{' and '.join(parts)} {time}"
 
 
 def _why(run: Plan, best: Plan) -> str:

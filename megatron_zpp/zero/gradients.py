@@ -62,6 +62,8 @@ class Gradients:
         self._feeds_back = plan.residual_bytes > 0
         self._owned_gaps = {unit: unit.layout.gaps_in(unit.owned) for unit in units}
         self._gaps = {unit: unit.layout.gaps_in(unit.plan.shard) for unit in units}
+        self._whole_gaps = {unit: unit.layout.gaps_in(range(unit.layout.numel)) for unit in units}
+        self._accumulated_numel = {unit: plan.accumulator_numel(unit.layout) for unit in units}
         self._numbers = {unit: index for index, unit in enumerate(units)}
         self._share = share
         self._replicated = {unit: share.replicated(unit.layout) for unit in units}
@@ -186,7 +188,7 @@ class Gradients:
             return
         if first:
             whole = torch.empty(unit.layout.numel, device=unit.full.device)
-            clear(whole, unit.layout.gaps_in(range(unit.layout.numel)))
+            clear(whole, self._whole_gaps[unit])
             torch._foreach_copy_(unit.views(whole), produced)
         else:
             assert unit.grad.accumulated is not None
@@ -207,8 +209,7 @@ class Gradients:
         reduction = self._reduction
         accumulated = unit.grad.accumulated
         if accumulated is None:
-            numel = self._plan.accumulator_numel(unit.layout)
-            accumulated = torch.empty(numel, device=sent[0].flat.device)
+            accumulated = torch.empty(self._accumulated_numel[unit], device=sent[0].flat.device)
         pending = reduction.accumulate(sent, accumulated, add=not first)
         if last:
             total = torch.empty(len(unit.owned), device=accumulated.device)

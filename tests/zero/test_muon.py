@@ -272,6 +272,27 @@ def test_in_bf16_singular_values_of_an_update_are_near_one() -> None:
             assert counted.max() < 1.25, name
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has none")
+def test_in_bf16_updates_are_those_of_torchs_muon() -> None:
+    """Up to its scale of an update. Both round 15 products in a row to 2^-9."""
+    engine = engine_of(Topology(), {}, PrecisionConfig(bf16=True), muon_coefficient_type="simple")
+    names = [name for name, rows in ROWS.items() if len(rows) == 1]
+    theirs = {name: nn.Parameter(drawn(name, 1_000_000)) for name in names}
+    settings: dict[str, Any] = {"momentum": 0.9, "nesterov": False, "ns_coefficients": SIMPLE}
+    optimizer = torch.optim.Muon(theirs.values(), lr=RATE, weight_decay=DECAY, **settings)
+    for name, parameter in theirs.items():
+        parameter.grad = torch.stack([drawn(name, seed) for seed in range(8)]).mean(0)
+    before = weights_of(engine)
+    optimizer.step()
+    train(engine, range(1))
+    after = weights_of(engine)
+    for name, parameter in theirs.items():
+        rows, columns = parameter.shape
+        ours, other = ((1 - RATE * DECAY) * before[name] - new for new in (after[name], parameter.detach()))
+        other *= math.sqrt(max(rows, columns) / max(1, rows / columns))
+        assert (ours - other).norm() < 2**-4 * ours.norm(), name
+
+
 def other_optimizer(topology: Topology) -> dict[str, list]:
     """Weights that Muon's AdamW trains, and AdamW alone."""
     both = []
