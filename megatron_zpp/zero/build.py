@@ -14,7 +14,7 @@ from megatron_zpp.exchange.rooms import Buffer
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import ALIGNMENT, SHARD_MULTIPLE, Layout, Placement, Split, within
-from megatron_zpp.zero.communication import Communication, Legs
+from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.communication_plan import plan_communication
 from megatron_zpp.zero.read_guard import ReadGuard
 from megatron_zpp.zero.reads import (
@@ -81,9 +81,7 @@ class UnitBuilder:
             at = [plan.reads.units[place].index(len(units)) for place in places]
             others = [parts[place][index] for place, index in zip(places[1:], at[1:], strict=True)]
             guard = ReadGuard(name or "the model", sum(len(unit.guard) for unit in units))
-            unit = self._unit(
-                first, others, weights, self._communication.legs[len(units)], slots[slot], guard
-            )
+            unit = self._unit(first, others, weights, slots[slot], guard)
             # This rank's part of each parameter that it owns a part of.
             master = torch.zeros(len(unit.owned), device=self._device) if unit.is_split else unit.master
             unit.fill(master, unit.owned, drawn)
@@ -110,27 +108,17 @@ class UnitBuilder:
         module: Parameters,
         others: Sequence[Parameters],
         weights: WeightPlan,
-        legs: Legs,
         full: Tensor,
         guard: ReadGuard,
     ) -> Unit:
         plan, layout, memory = self._plan, weights.layout, self._communication.memory
-        owned = weights.owned
-        kept, own_kept = None, None
-        if legs.bring is not None:
-            assert legs.fill is not None
-            in_slot = weights.kept_in_slot
-            kept = legs.fill.own(full) if in_slot else memory(weights.fill, weights.kept)
-            own_kept = legs.bring.own(kept)
-        if not weights.first:
-            gather_source = full
-        elif not weights.sends_from_target:
+        owned, here, kept = weights.owned, weights.kept_elements, None
+        if weights.bring:
+            kept = full[here.start : here.stop] if weights.kept_in_slot else memory(weights.fill, weights.kept)
+        if not weights.sends_from_target:
             gather_source = memory(weights.first, weights.gather_source)
-        elif own_kept is not None:
-            gather_source = own_kept
         else:
-            assert legs.fill is not None
-            gather_source = legs.fill.own(full)
+            gather_source = full[owned.start : owned.stop] if kept is None else kept[within(owned, here)]
         if self._offload:
             master = torch.zeros(len(owned), pin_memory=self._device.type == "cuda")
         elif gather_source.dtype == torch.float32:
@@ -153,11 +141,10 @@ class UnitBuilder:
             master=master,
             gather_source=gather_source,
             kept=kept,
-            own_kept=own_kept,
             message=memory(weights.bring, weights.message) if differs else None,
             encoded=self._encoded(weights, Encoded(owned, master, gather_source), kept, full),
             residuals=Residuals(*residuals) if residuals else None,
-            gaps=layout.gaps_in(weights.kept_elements),
+            gaps=layout.gaps_in(here),
             wide_dtype=plan.made,
         )
 

@@ -265,7 +265,7 @@ class Gradients:
         the one that has made them too.
         """
         leg = self._gather_sums[unit]
-        if leg is None:
+        if not leg.stages:
             return reduced, ()
         format, shard = leg.stages[0].format, total[unit.shard]
         if isinstance(format, torch.dtype):

@@ -150,7 +150,6 @@ class Unit:
     master: Tensor
     gather_source: Tensor
     kept: Tensor | None
-    own_kept: Tensor | None  # this rank's shard in it
     message: Tensor | None
     encoded: Encoded | None
     residuals: Residuals | None
@@ -182,9 +181,14 @@ class Unit:
     @property
     def reference(self) -> Tensor:
         """What is kept, where weight differences are sent."""
-        assert self.message is not None
         assert self.kept is not None
         return self.kept
+
+    @property
+    def own_kept(self) -> Tensor:
+        """This rank's shard in what is kept."""
+        assert self.kept is not None
+        return self.kept[within(self.owned, self.plan.kept_elements)]
 
     @property
     def gradient(self) -> Tensor:

@@ -101,7 +101,6 @@ class GatherSources:
         if unit.encoded is None or unit.message is not None:
             self.write(unit)
         if unit.message is not None:
-            assert unit.own_kept is not None
             unit.own_kept.copy_(unit.gather_source.bfloat16())
 
     def encode(self, unit: Unit) -> None:

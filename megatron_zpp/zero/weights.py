@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.exchange.codecs import clear
 from megatron_zpp.exchange.differences import apply, encode
-from megatron_zpp.exchange.gathers import Leg
 from megatron_zpp.exchange.route import CodeFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.communication import Communication
@@ -117,10 +116,7 @@ class Weights:
         """This rank's part of the reference of each unit; a copy of the weights where no node needs one."""
         for index in range(len(self._units)):
             self.wait_for_brought(index)
-        return [
-            unit.master.clone() if unit.message is None or unit.own_kept is None else unit.own_kept
-            for unit in self._units
-        ]
+        return [unit.master.clone() if unit.message is None else unit.own_kept for unit in self._units]
 
     def differing_references(self) -> str | None:
         """The first unit whose reference is not the same on all nodes, and the ranks; None if all are.
@@ -153,8 +149,6 @@ class Weights:
     def _fill(self, index: int) -> Pending:
         """Start to fill a unit's slot, from what is kept if something is."""
         unit, leg = self._units[index], self._legs[index].fill
-        if leg is None:  # written in place: each node is one rank, and holds the unit by itself
-            return Pending()
         if unit.kept is None:
             return leg.run(unit.gather_source, unit.full, self._decoding(unit, unit.full))
         if index in self._due:
@@ -166,15 +160,13 @@ class Weights:
 
     def _bring(self, index: int) -> None:
         """Start to fill what is kept with weights. Where a reference is kept, with all of what it is."""
-        unit, leg = self._units[index], _leg(self._legs[index].bring)
+        unit = self._units[index]
         assert unit.kept is not None
-        assert unit.own_kept is not None
         self._due.discard(index)
-        if unit.message is not None:
-            self._brought[index] = leg.run(unit.own_kept, unit.kept)
-        else:
-            take = self._decoding(unit, unit.kept)
-            self._brought[index] = leg.run(unit.gather_source, unit.kept, take)
+        source, take = unit.own_kept, None
+        if unit.message is None:
+            source, take = unit.gather_source, self._decoding(unit, unit.kept)
+        self._brought[index] = self._legs[index].bring.run(source, unit.kept, take)
 
     def _exchange(self, index: int, found_inf: Tensor) -> None:
         """Move the reference of a unit towards the weights of all owners, by their differences.
@@ -187,7 +179,6 @@ class Weights:
         assert self._operations is not None
         assert unit.message is not None
         sent = formats.sent(index)
-        assert unit.own_kept is not None
         squares = self._squares[: 2 * (unit.layout.shard_numel // formats.format.block)].view(2, -1)
         message = encode(
             self._operations,
@@ -201,7 +192,7 @@ class Weights:
         )
         torch.sum(squares, dim=1, dtype=torch.float64, out=formats.measured[index])
         take = partial(self._apply, unit, sent)
-        self._brought[index] = _leg(self._legs[index].bring).run(message, unit.reference, take)
+        self._brought[index] = self._legs[index].bring.run(message, unit.reference, take)
 
     def _apply(self, unit: Unit, sent: CodeFormat, messages: Tensor) -> None:
         """Codes have no zero, so blocks that end in a gap would write noise there."""
@@ -222,11 +213,6 @@ class Weights:
         return lambda messages: operations.dequantize(
             messages.view(parts, -1), target.view(parts, -1), format
         )
-
-
-def _leg(leg: Leg | None) -> Leg:
-    assert leg is not None
-    return leg
 
 
 def _digest(flat: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
                 pending = reduction.reduce_accumulated(accumulated[unit], target._replace(add=False))
             else:
                 pending = reduction.reduce(parts, target)
-            if last and (leg := legs[unit].sums) is not None:
+            if last and (leg := legs[unit].sums).stages:
                 if weights.sums:
                     pending = leg.run(shard, total, after=pending)
                 else:
