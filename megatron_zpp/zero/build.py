@@ -86,7 +86,7 @@ class UnitBuilder:
             master = torch.zeros(len(unit.owned), device=self._device) if unit.is_split else unit.master
             unit.fill(master, unit.owned, drawn)
             if unit.is_split:
-                unit.replace_split(master)
+                unit.weights.replace(master)
             del master  # of a split unit it is temporary
             self._sources.replace(unit)
             units.append(unit)
@@ -113,8 +113,10 @@ class UnitBuilder:
     ) -> Unit:
         plan, layout, memory = self._plan, weights.layout, self._communication.memory
         owned, here, kept = weights.owned, weights.kept_elements, None
-        if weights.bring:
-            kept = full[here.start : here.stop] if weights.kept_in_slot else memory(weights.fill, weights.kept)
+        if weights.bring and weights.kept_in_slot:
+            kept = full[here.start : here.stop]
+        elif weights.bring:
+            kept = memory(weights.fill, weights.kept)
         if not weights.sends_from_target:
             gather_source = memory(weights.first, weights.gather_source)
         else:

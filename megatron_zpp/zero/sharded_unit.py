@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.placement import Layout, Placement, within
+from megatron_zpp.zero.held_states import WEIGHTS, HeldStates
 from megatron_zpp.zero.read_guard import ReadGuard
 from megatron_zpp.zero.weight_plan import WeightPlan
 
@@ -206,23 +207,10 @@ class Unit:
         """Whether the master weights are the gather source and, in `master`, a byte beside each."""
         return self.master.dtype == torch.uint8
 
-    def weights(self, elements: slice) -> Tensor:
-        """Some elements of the master weights, in fp32: these themselves, or a copy."""
-        if not self.is_split:
-            return self.master[elements]
-        from megatron_zpp.ops.state_codes import joined_weights
-
-        return joined_weights(self.gather_source[elements], self.master[elements])
-
-    def replace_split(self, weights: Tensor) -> None:
-        """Replace master weights that are split by fp32 ones, rounded to 24 bits."""
-        from megatron_zpp.ops.reference import tiles
-        from megatron_zpp.ops.state_codes import split_weights
-
-        for here in tiles(len(weights)):
-            upper, corrections = split_weights(weights[here])
-            self.gather_source[here].copy_(upper)
-            self.master[here].copy_(corrections)
+    @property
+    def weights(self) -> HeldStates:
+        """The `owned` master weights."""
+        return HeldStates(WEIGHTS, *((self.gather_source, self.master) if self.is_split else (self.master,)))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' parts of a buffer (n,), each in its parameter's shape."""

@@ -72,7 +72,7 @@ class StepSums:
 
     def _counted(self, unit: Unit) -> Tensor:
         """This rank's shard of the master weights, without those that another tensor rank counts."""
-        elsewhere, shard = self._gradients.counted_elsewhere(unit), unit.weights(unit.shard)
+        elsewhere, shard = self._gradients.counted_elsewhere(unit), unit.weights.part(unit.shard).decoded()
         if not elsewhere:
             return shard
         counted = shard.clone()
