@@ -7,6 +7,7 @@ What crosses between nodes, and why: docs/internals/measurements/muon.md.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import cycle, pairwise
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
+from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import ALIGNMENT, Placement
 from megatron_zpp.zero.model_states import MOMENTUM
@@ -110,17 +112,14 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
             exchanged = moments.scale(work.batches, self._numbers.found_inf) if moments else Pending()
             work.scatter(self._stream)
             exchanged.wait()
-        if index not in self._passes:
-            super().update(index)
-            return
-        unit = self._units[index]
-        # Codes are written when all weights have changed.
-        later = unit.plan.codes is not None or unit.layout.coded
-        source = None if later or unit.gathers_from_master else unit.gather_source
-        self._passes[index].apply(unit.master, source, self._numbers)
-        self._change(index, unit.grad.segments, source)
-        if later:
-            self._sources.write(unit)
+        super().update(index)
+
+    def _change(self, index: int, gradients: Sequence[GradSegment], source: Tensor | None) -> None:
+        if passes := self._passes.get(index):
+            unit = self._units[index]
+            # A message is written when all weights have changed.
+            passes.apply(unit.master, source if unit.plan.codes is None else None, self._numbers)
+        super()._change(index, gradients, source)
 
     def _bring(self, work: Round) -> Pending:
         """Let the momentum of a round's units take in their gradients, and bring its matrices together."""

@@ -155,11 +155,12 @@ class _Steps(Optimizer, Generic[Scalars]):
     def _change(self, index: int, gradients: Sequence[GradSegment], source: Tensor | None) -> None:
         """Change the master weights and states of unit `index`; write what is gathered to `source`, if given.
 
-        A message cannot be cut: where there are several runs it is written when all have changed.
+        A message cannot be cut: unless one run is all of the shard, it is written when all have changed.
         """
         unit, runs = self._units[index], self._runs[index]
         is_message = source is not None and unit.plan.codes is not None
-        by_rule = self._rule.writes_gather_source and not (is_message and len(runs) > 1)
+        cut = len(runs) > 1 or self._changed[index] != unit.owned
+        by_rule = self._rule.writes_gather_source and not (is_message and cut)
         whole = source if by_rule else None
         before = self._changed[index].start - unit.owned.start  # elements of the shard without states
         for run in runs:
