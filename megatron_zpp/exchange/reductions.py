@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of
-from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation
+from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation, clear
 from megatron_zpp.exchange.plain import InPlace
 from megatron_zpp.exchange.rooms import HopRoom, accumulating, fused, reduction_rooms
 from megatron_zpp.exchange.route import Route, Stage, axes_of, chunks, nbytes, plain
@@ -196,11 +196,8 @@ class Reduction:
         joined, lanes = self._next_turn()
         numel = len(target.total)
         shards, pending = self._joined(sent, joined, lanes[0].stream, numel)
-        for chunk in self._chunks[numel]:
-            source = shards[:, chunk.start : chunk.stop]
-            part = Part(lanes, 0, source, self._number(numel, chunk))
-            pending.append(self._submit(part, target.chunk(chunk)))
-        return self._cleared(pending, target)
+        sources = [shards[:, chunk.start : chunk.stop] for chunk in self._chunks[numel]]
+        return self._run(lanes, 0, sources, target, pending)
 
     def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
         """Run the stage of every micro-batch alone; overwrite the fp32 `accumulated`, or add to it.
@@ -219,12 +216,8 @@ class Reduction:
     def reduce_accumulated(self, accumulated: Tensor, target: Target) -> Pending:
         """Run the stages of a step on what has been accumulated, which is scratch memory afterwards."""
         (_, lanes), shards, numel = self._next_turn(), self._hops[0].part, len(target.total)
-        pending = []
-        for chunk in self._chunks[numel]:
-            source = accumulated[shards * chunk.start : shards * chunk.stop].view(shards, -1)
-            part = Part(lanes, 1, source, self._number(numel, chunk))
-            pending.append(self._submit(part, target.chunk(chunk)))
-        return self._cleared(pending, target)
+        parts = [accumulated[shards * chunk.start : shards * chunk.stop] for chunk in self._chunks[numel]]
+        return self._run(lanes, 1, [part.view(shards, -1) for part in parts], target, [])
 
     def _next_turn(self) -> tuple[Tensor, list[Lane]]:
         self._turns.rotate(-1)
@@ -312,8 +305,17 @@ class Reduction:
         else:
             far.codec.encode(self._sum(part).view(far.ranks, -1), messages, target.rotation, part.first)
 
-    def _cleared(self, pending: list[Pending], target: Target) -> Pending:
-        """The same work; rotated codes are not zero in the gaps between parameters, where sums must be."""
+    def _run(
+        self, lanes: list[Lane], start: int, sources: list[Tensor], target: Target, pending: list[Pending]
+    ) -> Pending:
+        """Run the hops from `start` on, chunk by chunk, after the work that is `pending`.
+
+        Rotated codes are not zero in the gaps between parameters, where sums must be.
+        """
+        numel = len(target.total)
+        for chunk, source in zip(self._chunks[numel], sources, strict=True):
+            part = Part(lanes, start, source, self._number(numel, chunk))
+            pending.append(self._submit(part, target.chunk(chunk)))
         total, rotation, feedback = target.total, target.rotation, target.feedback
         if rotation is None:
             return all_of(pending)
@@ -321,8 +323,8 @@ class Reduction:
 
         def clear_gaps() -> None:
             summed.wait()
-            rotation.clear_gaps(total)
+            clear(total, rotation.gaps)
             if feedback is not None:
-                feedback.clear_gaps()
+                clear(feedback.lost.view(-1), feedback.gaps)
 
         return all_of([*pending, self._clearing.submit(clear_gaps)])

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -138,9 +139,7 @@ class ZeroEngine:
         trained = [self.units[index] for index in self._trained]
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
-        self.weights = Weights(
-            self.units, communication, sections, sources, operations=operations, codes=codes
-        )
+        self.weights = Weights(self.units, communication, sections, sources, operations)
         self._optimizer = build_optimizer(
             config.optimizer, trained, communication, fused_backend, operations, sources, rule
         )
@@ -282,10 +281,7 @@ class ZeroEngine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean loss of a batch without dropout, not reduced over ranks. Every rank must call it."""
-        self.weights.encode_changed()
-        self.model.eval()
-        self.weights.prefetcher.begin(Phase.FORWARD)
-        with self.sections.paused():
+        with self._evaluating():
             return self._loss(batch)
 
     @torch.no_grad()
@@ -297,11 +293,8 @@ class ZeroEngine:
         positions: Tensor | None = None
         if after >= 0:  # else all are of one text
             positions = torch.arange(tokens.shape[1], device=self.device)[None].clamp(max=after)
-        self.weights.encode_changed()
-        self.model.eval()
-        self.spare.reserve()
-        self.weights.prefetcher.begin(Phase.FORWARD)
-        with self.sections.paused():
+        with self._evaluating():
+            self.spare.reserve()
             logits = self.model(tokens.to(self.device), None, positions)
             return logits[0, after].float().cpu()
 
@@ -347,6 +340,13 @@ class ZeroEngine:
             fix = "no parameter is decoupled; name some in ZeroEngine's decoupled"
             raise option_error("decoupled_rate", decoupled_rate, fix)
         return learning_rate, learning_rate if decoupled_rate is None else decoupled_rate
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """A context manager around a forward without gradients, which is no part of a step."""
+        self.weights.encode_changed()
+        self.model.eval()
+        self.weights.prefetcher.begin(Phase.FORWARD)
+        return self.sections.paused()
 
     def _loss(self, batch: Batch) -> Tensor:
         self.spare.reserve()

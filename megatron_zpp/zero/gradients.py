@@ -17,7 +17,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
+from megatron_zpp.zero.tensor_parallel import ALONE, ReplicatedSum, TensorShare
 
 # A 16-bit gradient of so many elements stays where the backward made it:
 STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
@@ -65,7 +65,7 @@ class Gradients:
         self._numbers = {unit: index for index, unit in enumerate(units)}
         self._share = share
         self._replicated = {unit: share.replicated(unit.layout) for unit in units}
-        self._counted_elsewhere = {
+        self.counted_elsewhere = {  # blocks of squares of a shard that another tensor rank counts
             unit: share.counted_elsewhere(unit.layout, unit.plan.shard) for unit in units
         }
 
@@ -120,14 +120,9 @@ class Gradients:
             sums = torch.empty(sum(counts), device=unit.full.device)
             for segment, its_sums in zip(segments, sums.split(counts), strict=True):
                 sum_squares(self._operations, segment.flat, its_sums)
-        for blocks in self._counted_elsewhere[unit]:
+        for blocks in self.counted_elsewhere[unit]:
             sums[blocks.start : blocks.stop].zero_()
         return sums
-
-    def counted_elsewhere(self, unit: Unit) -> list[range]:
-        """The elements of this rank's shard that another tensor rank counts in sums over ranks."""
-        blocks = self._counted_elsewhere[unit]
-        return [range(each.start * SQUARES_BLOCK, each.stop * SQUARES_BLOCK) for each in blocks]
 
     def end_step(self, found_inf: Tensor) -> None:
         """Release all gradients.
@@ -160,7 +155,9 @@ class Gradients:
             produced.append(parameter.grad)
             parameter.grad = None
         replicated = self._replicated[unit]
-        summing = self._share.start_sum(produced, replicated) if replicated else None
+        group, summing = self._share.group, None
+        if group is not None and replicated:
+            summing = ReplicatedSum(group, [produced[index] for index in replicated])
         only = first and last
         if only and not self._sums:
             segments = segments_of(unit.layout, produced, STEPPED_THERE)
@@ -286,7 +283,7 @@ class Gradients:
             lost = unit.residuals.returned[None]
             feedback = Feedback(lost, self._divisor, self._gaps[unit])
             codec.encode_with(feedback, *sums)
-            feedback.clear_gaps()
+            clear(lost.view(-1), self._gaps[unit])
 
         def decode(messages: Tensor) -> None:
             codec.decode_each(messages.view(-1, len(message)), total, rotation, unit.owned.start)

@@ -36,7 +36,7 @@ A `Unit` itself never changes. prefetch.py keeps where its weights are (`WeightS
 has come is in `grad`, which gradients.py alone changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
@@ -138,6 +138,12 @@ class Encoded(NamedTuple):
     elements: range  # of the unit
     weights: Tensor  # (n,) fp32
     codes: Tensor  # (n,) bytes
+
+    def parts(self, layout: Layout) -> Iterator[tuple[str, slice]]:
+        """The coded parameters of which a part is among the `elements`, and which of these it is."""
+        for piece in layout.pieces_in(self.elements):
+            if piece.placement.coded:
+                yield piece.placement.name, within(piece.at, self.elements)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -17,7 +17,7 @@ from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.prefetch import Prefetcher
 from megatron_zpp.zero.sections import Sections
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder, write_all_codes
+from megatron_zpp.zero.weight_codes import GatherSources
 
 
 class Weights:
@@ -32,11 +32,9 @@ class Weights:
         communication: Communication,
         sections: Sections,
         sources: GatherSources,
-        *,
         operations: Operations | None,
-        codes: WeightEncoder | None = None,
     ) -> None:
-        """`sources` writes what the gathers send; `codes` encodes the weights that are held as codes."""
+        """`sources` writes what the gathers send, codes of weights among it."""
         self._units, self._legs, self._mesh = units, communication.legs, communication.plan.mesh
         self._operations = operations
         self._sources = sources
@@ -48,8 +46,8 @@ class Weights:
         )
         self._brought: dict[int, Pending] = {}  # by unit: the newest work that fills what is kept
         self._due = {index for index, unit in enumerate(units) if unit.kept is not None}  # to be brought
-        self._codes = codes
-        self._codes_present = codes is None  # False: master weights have changed since they were encoded
+        self._coded = [index for index, unit in enumerate(units) if unit.layout.coded]
+        self._codes_present = not self._coded  # False: master weights have changed since they were encoded
         self.formats: DifferenceFormats | None = None
         if (format := communication.plan.differences) is not None:
             device = units[0].full.device
@@ -65,23 +63,20 @@ class Weights:
         """
         if self._codes_present:
             return
-        assert self._codes is not None
-        coded = [index for index, unit in enumerate(self._units) if unit.layout.coded]
-        for index in coded:
+        for index in self._coded:
             self.prefetcher.wait_for_gather_of(index)  # which reads the gather source
             if self._units[index].message is not None:
                 self._bring(index)
-        for index in coded:
+        for index in self._coded:
             self.wait_for_brought(index)
-        write_all_codes(self._units, self._codes, self._sources, self._mesh)
-        for index in coded:
+        self._sources.encode_all(self._units, self._mesh)
+        for index in self._coded:
             self.prefetcher.changed(index)
         self._codes_present = True
 
     def begin_step(self) -> None:
         """The optimizer begins to change the weights."""
-        if self._codes is not None:
-            self._codes.begin()
+        self._sources.begin_step()
         self.prefetcher.begin_step()
 
     def updated(self, index: int, found_inf: Tensor) -> None:
@@ -109,7 +104,7 @@ class Weights:
         self.wait_for_brought(index)
         if self._units[index].kept is not None:
             self._due.add(index)
-        self._codes_present = self._codes is None
+        self._codes_present = not self._coded
         self.prefetcher.changed(index)
 
     def own_references(self) -> list[Tensor]:
