@@ -55,12 +55,12 @@ class TensorShare:
 class ReplicatedSum:
     """The sum of a unit's replicated gradients over tensor ranks, under way."""
 
-    def __init__(self, group: TensorGroup, parts: Sequence[Tensor]) -> None:
+    def __init__(self, group: TensorGroup, parts: list[Tensor]) -> None:
         """Start to sum the gradients `parts` over the group, in fp32; the sums go to the same place."""
         dtype = torch.promote_types(parts[0].dtype, torch.float32)
         joined = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
         torch._foreach_copy_(_views(joined, parts), parts)
-        self._group, self._started, self._parts = group, group.start_sum(joined), list(parts)
+        self._group, self._started, self._parts = group, group.start_sum(joined), parts
 
     def into(self, segments: Sequence[GradSegment], layout: Layout, replicated: Sequence[int]) -> None:
         """Let the sums go to where `segments` of the unit's gradient have the `replicated` parameters."""
