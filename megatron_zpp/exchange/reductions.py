@@ -25,7 +25,6 @@ from megatron_zpp.exchange.plain import InPlace
 from megatron_zpp.exchange.rooms import HopRoom, accumulating, fused, reduction_rooms
 from megatron_zpp.exchange.route import Route, Stage, axes_of, chunks, nbytes, plain
 from megatron_zpp.exchange.segments import GradSegment, join
-from megatron_zpp.exchange.sums import sum_parts
 from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
@@ -79,7 +78,7 @@ class Hop:
     """
 
     def __init__(
-        self, stage: Stage, cut: Sequence[Axis], layout: Layout, mesh: Mesh, operations: Operations | None
+        self, stage: Stage, cut: Sequence[Axis], layout: Layout, mesh: Mesh, operations: Operations
     ) -> None:
         """`cut`: the axes of the stage and of those before it. Any layout of the run says the same."""
         self.stage, self.ranks, self.place = stage, stage.ranks, mesh.index(*stage.axes)
@@ -91,7 +90,6 @@ class Hop:
         if isinstance(stage.format, torch.dtype):
             self.dtype = stage.format
         else:
-            assert operations is not None, "codes need kernels"
             self.codec = Codec(stage.format, operations)
 
     def exchange(
@@ -128,7 +126,7 @@ class Hop:
         The volume is that of a reduce-scatter, but 16-bit numbers stay 16 bits on the wire without a rounding
         in the sum, whose bits are those of one process that accumulates the ranks' batches in turn.
         """
-        sum_parts(self._operations, received.view(self.ranks, -1), total, add=add, squares=squares)
+        self._operations.sum_parts(received.view(self.ranks, -1), total, add=add, squares=squares)
 
 
 class Part(NamedTuple):
@@ -153,7 +151,7 @@ class Reduction:
         layouts: Sequence[Layout],
         mesh: Mesh,
         streams: Sequence[Sequence[CommStream]],
-        operations: Operations | None,
+        operations: Operations,
         made: torch.dtype,
     ) -> None:
         """Without stages there is one stream, of this rank alone, which sums over micro-batches."""
@@ -295,7 +293,6 @@ class Reduction:
             if not direct:
                 values.copy_(sums.view(values.shape))
         elif self._fused and part.start == 0:
-            assert self._operations is not None
             assert isinstance(far.stage.format, QuantFormat)
             received = first.exchange(part.lanes[0], part.source, None)
             self._operations.sum_quantize(received, messages, far.stage.format)  # never in fp32 memory

@@ -210,16 +210,17 @@ class ApexAdamW(Optimizer):
         groups: list[dict[str, Any]] = [
             {"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)
         ]
-        # Unit, index into its segments (with and without weight decay), weights of that segment.
-        self._weights: list[tuple[Unit, int, Tensor]] = []
+        # Unit, its elements with or without weight decay, and weights of these.
+        self._weights: list[tuple[Unit, slice, Tensor]] = []
         adam_states = {}
         for unit, moments in zip(units, self.states, strict=True):
-            for part, group in enumerate(groups):
-                weight = unit.segments(unit.master)[part].detach()
+            parts = slice(unit.decayed), slice(unit.decayed, None)
+            for part, group in zip(parts, groups, strict=True):
+                weight = unit.master[part].detach()
                 if len(weight):
                     self._weights.append((unit, part, weight))
                     group["params"].append(weight)
-                    adam_states[weight] = {name: unit.segments(moments[name])[part] for name in MOMENTS}
+                    adam_states[weight] = {name: moments[name][part] for name in MOMENTS}
         betas = (config.adam_beta1, config.adam_beta2)
         self._adam = FusedAdam(
             [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=config.adam_eps
@@ -236,7 +237,7 @@ class ApexAdamW(Optimizer):
 
     def _step(self, learning_rate: float, divisor: Tensor) -> None:
         for unit, part, weight in self._weights:
-            weight.grad = unit.segments(unit.gradient)[part]
+            weight.grad = unit.gradient[part]
         for group in self._adam.param_groups:
             group["lr"], group["step"] = learning_rate, int(self.steps.item())
             torch._foreach_div_([weight.grad for weight in group["params"]], divisor)

@@ -78,8 +78,7 @@ class UnitBuilder:
         for (name, first), places, slot, weights in zip(
             distinct(modules), plan.reads.places, plan.slots, plan.weights, strict=True
         ):
-            at = [plan.reads.units[place].index(len(units)) for place in places]
-            others = [parts[place][index] for place, index in zip(places[1:], at[1:], strict=True)]
+            others = [parts[place][plan.reads.units[place].index(len(units))] for place in places[1:]]
             guard = ReadGuard(name or "the model", sum(len(unit.guard) for unit in units))
             unit = self._unit(first, others, weights, slots[slot], guard)
             # This rank's part of each parameter that it owns a part of.
@@ -233,7 +232,7 @@ def build_communication(
     rate_factors: Mapping[str, float],
     matrices: Mapping[str, tuple[int, ...]],
     inside_nodes: Collection[str],
-    operations: Operations | None,
+    operations: Operations,
     timeout: timedelta | None,
     say: Callable[[str], None],
 ) -> Communication:

@@ -37,7 +37,7 @@ class Communication:
         self,
         plan: CommunicationPlan,
         make_comm_stream: Callable[[Sequence[int]], CommStream],
-        operations: Operations | None,
+        operations: Operations,
     ) -> None:
         """Every rank makes the same streams in the same order. Codes need `operations`."""
         self.plan, self._make_comm_stream = plan, make_comm_stream

@@ -11,7 +11,6 @@ from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation, clear
 from megatron_zpp.exchange.reductions import Target
 from megatron_zpp.exchange.route import nbytes
 from megatron_zpp.exchange.segments import GradSegment, segments_inside, segments_of
-from megatron_zpp.exchange.sums import sum_squares
 from megatron_zpp.ops.formats import SQUARES_BLOCK, LloydMaxFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
@@ -42,7 +41,7 @@ class Gradients:
         self,
         units: list[Unit],
         communication: Communication,
-        operations: Operations | None,
+        operations: Operations,
         *,
         accepts_16bit: bool,
         share: TensorShare = ALONE,
@@ -119,7 +118,7 @@ class Gradients:
             counts = [len(segment.flat) // SQUARES_BLOCK for segment in segments]
             sums = torch.empty(sum(counts), device=unit.full.device)
             for segment, its_sums in zip(segments, sums.split(counts), strict=True):
-                sum_squares(self._operations, segment.flat, its_sums)
+                self._operations.sum_squares(segment.flat, its_sums)
         for blocks in self.counted_elsewhere[unit]:
             sums[blocks.start : blocks.stop].zero_()
         return sums
@@ -267,7 +266,6 @@ class Gradients:
         format, shard = leg.stages[0].format, total[unit.shard]
         if isinstance(format, torch.dtype):
             return leg.run(shard, total, after=reduced), ()
-        assert self._operations is not None
         codec, rotation = Codec(format, self._operations), None
         if isinstance(format, LloydMaxFormat):
             signs = Signs(_SUM_SIGNS_SEED, self._numbers[unit], self._iteration)

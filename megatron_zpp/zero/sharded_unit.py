@@ -240,7 +240,3 @@ class Unit:
         pieces = self.layout.pieces_in(self.owned)
         others = (piece.at.start for piece in pieces if not piece.placement.decays)
         return next(others, self.owned.stop) - self.owned.start
-
-    def segments(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The parts of a buffer like `master` with and without weight decay."""
-        return flat[: self.decayed], flat[self.decayed :]

@@ -71,7 +71,7 @@ class ProductScaling(Protocol):
 class GatherSources:
     """Writes what the next gathers send."""
 
-    def __init__(self, operations: Operations | None, codes: WeightEncoder | None) -> None:
+    def __init__(self, operations: Operations, codes: WeightEncoder | None) -> None:
         """`operations` encode messages, `codes` the weights that are held as codes."""
         self._operations, self._codes = operations, codes
 
@@ -93,7 +93,6 @@ class GatherSources:
             return
         room = unit.gather_source if room is None else room
         if (format := unit.plan.codes) is not None:
-            assert self._operations is not None
             self._operations.quantize(unit.master.to(room.device)[None], room[None], format)
         else:
             copy(room, unit.master)

@@ -32,7 +32,7 @@ class Weights:
         communication: Communication,
         sections: Sections,
         sources: GatherSources,
-        operations: Operations | None,
+        operations: Operations,
     ) -> None:
         """`sources` writes what the gathers send, codes of weights among it."""
         self._units, self._legs, self._mesh = units, communication.legs, communication.plan.mesh
@@ -171,7 +171,6 @@ class Weights:
         """
         unit, formats = self._units[index], self.formats
         assert formats is not None
-        assert self._operations is not None
         assert unit.message is not None
         sent = formats.sent(index)
         squares = self._squares[: 2 * (unit.layout.shard_numel // formats.format.block)].view(2, -1)
@@ -191,7 +190,6 @@ class Weights:
 
     def _apply(self, unit: Unit, sent: CodeFormat, messages: Tensor) -> None:
         """Codes have no zero, so blocks that end in a gap would write noise there."""
-        assert self._operations is not None
         parts = len(unit.reference) // unit.layout.shard_numel
         apply(self._operations, messages.view(parts, -1), unit.reference, sent)
         clear(unit.reference, unit.gaps)
@@ -203,7 +201,6 @@ class Weights:
         format, operations = unit.plan.codes, self._operations
         if format is None:
             return None
-        assert operations is not None
         parts = len(target) // len(unit.owned)
         return lambda messages: operations.dequantize(
             messages.view(parts, -1), target.view(parts, -1), format
