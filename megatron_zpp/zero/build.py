@@ -110,7 +110,7 @@ class UnitBuilder:
         full: Tensor,
         guard: ReadGuard,
     ) -> Unit:
-        plan, layout, memory = self._plan, weights.layout, self._communication.memory
+        layout, memory = weights.layout, self._communication.memory
         owned, here, kept = weights.owned, weights.kept_elements, None
         if weights.bring and weights.kept_in_slot:
             kept = full[here.start : here.stop]
@@ -146,7 +146,6 @@ class UnitBuilder:
             encoded=self._encoded(weights, Encoded(owned, master, gather_source), kept, full),
             residuals=Residuals(*residuals) if residuals else None,
             gaps=layout.gaps_in(here),
-            wide_dtype=plan.made,
         )
 
     def _replace_parameters(

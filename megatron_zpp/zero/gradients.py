@@ -1,6 +1,6 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -207,13 +207,9 @@ class Gradients:
             accumulated = torch.empty(numel, device=sent[0].flat.device)
         pending = reduction.accumulate(sent, accumulated, add=not first)
         if last:
-            total = torch.empty(len(unit.owned), device=accumulated.device)
-            squares = self._new_squares(unit, last=True)
-            target = self._target(unit, total, squares)
-            reduced, message = self._to_all(unit, total, reduction.reduce_accumulated(accumulated, target))
-            unit.grad.reduce(all_of([pending, reduced]), sent + message, total, squares, accumulated)
-        else:
-            unit.grad.reduce(pending, sent, None, accumulated=accumulated)
+            self._reduce(unit, sent, add=False, last=True, accumulated=accumulated, before=[pending])
+            return
+        unit.grad.reduce(pending, sent, None, accumulated=accumulated)
         self._reducing[self._slots[unit]] = unit
 
     def _reduce(
@@ -224,25 +220,32 @@ class Gradients:
         add: bool,
         last: bool,
         total: Tensor | None = None,
+        accumulated: Tensor | None = None,
+        before: Sequence[Pending] = (),
     ) -> None:
         """Start the sum over ranks, into `total` if it is given: -> REDUCING.
 
         Adds to what earlier micro-batches left, or begins a new sum. `last`: no other one follows
-        in the step.
+        in the step. `accumulated` is summed, if it is given: what the work `before` makes of `sent`.
         """
         if add:
             total = unit.gradient
         elif total is None:
             total = torch.empty(len(unit.owned), device=sent[0].flat.device)
-        squares = self._new_squares(unit, last=last)
-        pending = self._reduction.reduce(sent, self._target(unit, total, squares, add=add))
-        message: tuple[GradSegment, ...] = ()
+        squares, message = None, tuple[GradSegment, ...]()
+        if last and self._plan.returns_squared_norms:
+            squares = torch.empty(unit.layout.shard_numel // SQUARES_BLOCK, device=unit.full.device)
+        target = self._target(unit, total, squares, add=add)
+        if accumulated is None:
+            pending = self._reduction.reduce(sent, target)
+        else:
+            pending = self._reduction.reduce_accumulated(accumulated, target)
         if last:
             pending, message = self._to_all(unit, total, pending)
-        unit.grad.reduce(pending, sent + message, total, squares)
+        unit.grad.reduce(all_of([*before, pending]), sent + message, total, squares, accumulated)
         self._reducing[self._slots[unit]] = unit
 
-    def _target(self, unit: Unit, total: Tensor, squares: Tensor | None, *, add: bool = False) -> Target:
+    def _target(self, unit: Unit, total: Tensor, squares: Tensor | None, *, add: bool) -> Target:
         """Where the sum of a unit's shard goes, in a buffer (n,) like `unit.master`."""
         feedback = None
         if unit.residuals is not None:
@@ -288,9 +291,3 @@ class Gradients:
 
         encoded = leg.first_stream.submit(encode)
         return leg.run(message, total, decode, encoded), (GradSegment(0, message),)
-
-    def _new_squares(self, unit: Unit, *, last: bool) -> Tensor | None:
-        """Memory for the sums of squares of a unit's last reduction of a step, if that finds them."""
-        if not (last and self._plan.returns_squared_norms):
-            return None
-        return torch.empty(unit.layout.shard_numel // SQUARES_BLOCK, device=unit.full.device)

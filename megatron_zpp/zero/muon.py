@@ -17,11 +17,11 @@ from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import ALIGNMENT, Placement
+from megatron_zpp.placement import ALIGNMENT, Piece
 from megatron_zpp.zero.model_states import MOMENTUM
 from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers, muon_passes
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
-from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, RuleOf, Scalars, zero_states
+from megatron_zpp.zero.optimizer import DeviceOptimizer, Group, Rates, RuleOf, Scalars, zero_states
 from megatron_zpp.zero.row_moments import RowMoments, by_parameter
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
@@ -91,8 +91,8 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         others = unit.layout.hull(of_matrices=False)
         return range(others.start, -(-others.stop // ALIGNMENT) * ALIGNMENT)  # whole blocks of states
 
-    def _changes(self, placement: Placement) -> bool:
-        return not placement.matrices
+    def _group_of(self, piece: Piece) -> Group | None:
+        return None if piece.placement.matrices else super()._group_of(piece)
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         super().begin_step(rates, divisor, found_inf)

@@ -161,7 +161,6 @@ class Unit:
     encoded: Encoded | None
     residuals: Residuals | None
     gaps: tuple[slice, ...]  # elements of `kept` that belong to no parameter
-    wide_dtype: torch.dtype  # of the parameters that are not held as codes
     guard: ReadGuard  # of all of them
     grad: UnitGradient = field(default_factory=UnitGradient)
 

@@ -117,7 +117,7 @@ class GatherSources:
             self._codes.encode(name, weights[part], codes[part])
         if unit.layout.wide.start in owned:
             wide = within(unit.layout.wide, owned)
-            room = codes[wide.start : 2 * wide.stop - wide.start].view(unit.wide_dtype)
+            room = codes[wide.start : 2 * wide.stop - wide.start].view(unit.parameters[0].dtype)
             room.copy_(weights[wide])
 
     def encode_all(self, units: Sequence[Unit], mesh: Mesh) -> None:
