@@ -93,8 +93,10 @@ def load_state(
     first = engine.mesh.rank == 0
     problem = _problem(engine, names, state, optimizer=optimizer) if first else None
     rest = first and problem is None and optimizer
-    told = (problem, state["progress"], list(state["optimizer"])) if rest else (problem, {}, [])
-    problem, progress, saved = _sent(engine, told)
+    told = [(problem, state["progress"], list(state["optimizer"])) if rest else (problem, {}, [])]
+    if engine.mesh.world_size > 1:
+        dist.broadcast_object_list(told, 0, device=engine.device)
+    problem, progress, saved = told[0]
     if problem is not None:
         raise ValueError(problem)
     model = state["model"] if first else {}
@@ -171,14 +173,6 @@ def from_rank_0(values: Tensor, mesh: Mesh, device: torch.device) -> Tensor:
     if mesh.world_size > 1:
         dist.broadcast(values.view(-1).view(torch.uint8), 0)
     return values
-
-
-def _sent(engine: ZeroEngine, value: Any) -> Any:
-    """Rank 0's value."""
-    values = [value]
-    if engine.mesh.world_size > 1:
-        dist.broadcast_object_list(values, 0, device=engine.device)
-    return values[0]
 
 
 def _problem(

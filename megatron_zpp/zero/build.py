@@ -131,7 +131,14 @@ class UnitBuilder:
         parameters = self._replace_parameters(module, layout, full, guard)
         for other in others:
             _put_parameters(other, layout, parameters, guard)
-        differs = weights.differences is not None
+        differs, encoded = weights.differences is not None, None
+        if layout.coded:
+            encoded = Encoded(owned, master, gather_source)
+        if layout.coded and differs and kept is not None:  # each rank encodes its part of the reference
+            codes = full[here.start : here.stop]
+            if weights.in_turn:
+                codes = memory(weights.fill, Buffer(len(here), torch.uint8))
+            encoded = Encoded(here, kept, codes)
         residuals = [torch.zeros(size, dtype=kind, device=self._device) for size, kind in weights.residuals]
         return Unit(
             parameters=parameters,
@@ -143,7 +150,7 @@ class UnitBuilder:
             gather_source=gather_source,
             kept=kept,
             message=memory(weights.bring, weights.message) if differs else None,
-            encoded=self._encoded(weights, Encoded(owned, master, gather_source), kept, full),
+            encoded=encoded,
             residuals=Residuals(*residuals) if residuals else None,
             gaps=layout.gaps_in(here),
         )
@@ -170,21 +177,6 @@ class UnitBuilder:
             made.append(nn.Parameter(view.data, requires_grad=not layout.frozen))
         _put_parameters(module, layout, made, guard)
         return tuple(made)
-
-    def _encoded(
-        self, weights: WeightPlan, shard: Encoded, reference: Tensor | None, full: Tensor
-    ) -> Encoded | None:
-        """What this rank encodes of a unit: its `shard`, or its part of the `reference` of differences."""
-        if not weights.layout.coded:
-            return None
-        if weights.differences is None:
-            return shard
-        assert reference is not None
-        elements = weights.kept_elements
-        if not weights.in_turn:
-            return Encoded(elements, reference, full[elements.start : elements.stop])
-        codes = Buffer(len(elements), torch.uint8)
-        return Encoded(elements, reference, self._communication.memory(weights.fill, codes))
 
 
 def _put_parameters(
@@ -239,7 +231,11 @@ def build_communication(
 
     `share`: how tensor ranks share the model; `coded` to `matrices` as in `layouts_of`.
     """
-    units = distinct(modules)
+    units, copy_engines = distinct(modules), False
+    if device.type == "cuda":  # CPUs have none
+        from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
+
+        copy_engines = choose_copy_engines(mesh, device, timeout, say)
     block = max(config.zero.largest_block, share.block)
     layouts = layouts_of(units, mesh, block, share.splits, coded, decoupled, rate_factors, matrices)
     plan = plan_communication(
@@ -248,7 +244,7 @@ def build_communication(
         layouts,
         compute_dtype=getattr(torch, config.precision.compute_dtype(device.type)),
         reduce_in_bf16=config.precision.grad_reduce_in_bf16,
-        copy_engines=_copy_engines(mesh, device, timeout, say),
+        copy_engines=copy_engines,
         reads=reads_of(modules, recomputed),
         inside_nodes=[at for at, (name, _) in enumerate(units) if name in inside_nodes],
     )
@@ -257,17 +253,6 @@ def build_communication(
         return CommStream(ranks, mesh, device, ledger, timeout, copy_engines=plan.copy_engines)
 
     return Communication(plan, stream, operations)
-
-
-def _copy_engines(
-    mesh: Mesh, device: torch.device, timeout: timedelta | None, say: Callable[[str], None]
-) -> bool:
-    """See `choose_copy_engines`; CPUs have none."""
-    if device.type != "cuda":
-        return False
-    from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
-
-    return choose_copy_engines(mesh, device, timeout, say)
 
 
 def layouts_of(
