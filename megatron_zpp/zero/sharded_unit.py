@@ -190,7 +190,7 @@ class Unit:
         assert self.kept is not None
         return self.kept
 
-    @property
+    @cached_property
     def own_kept(self) -> Tensor:
         """This rank's shard in what is kept."""
         assert self.kept is not None

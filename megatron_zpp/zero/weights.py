@@ -142,7 +142,7 @@ class Weights:
             self._brought[index].wait()
 
     def _fill(self, index: int) -> Pending:
-        """Start to fill a unit's slot, from what is kept if something is."""
+        """Start to fill a unit's slot, from what is kept if something is, unless it was written in place."""
         unit, leg = self._units[index], self._legs[index].fill
         if unit.kept is None:
             return leg.run(unit.gather_source, unit.full, self._decoding(unit, unit.full))
