@@ -206,10 +206,9 @@ class Layout:
 
     def hull(self, *, of_matrices: bool) -> range:
         """From the first to the last parameter that Muon trains, or does not; empty if there is none."""
-        numels = [each.numel for each in self.placements]
         chosen = [
-            range(offset, offset + numel)
-            for each, offset, numel in zip(self.placements, self.offsets, numels, strict=True)
+            range(offset, offset + each.numel)
+            for each, offset in zip(self.placements, self.offsets, strict=True)
             if bool(each.matrices) == of_matrices
         ]
         return range(chosen[0].start, chosen[-1].stop) if chosen else range(0)

@@ -69,7 +69,10 @@ def check_model(
 
     What several units share has its name in the first of them.
     """
-    _check_unit(zero, model)
+    cut = getattr(model, "cut_layers", False)
+    if cut != zero.cuts_layers:
+        fix = f"the model's units are {'' if cut else 'no '}sublayers; give GPT cut_layers={zero.cuts_layers}"
+        raise option_error("--zero-unit", zero.zero_unit, fix)
     _check_parameters(model, units)
     first = distinct(units)
     parameters = [name for unit, part in first for name, _ in part.named_parameters(unit)]
@@ -101,18 +104,6 @@ def check_matrices(
             raise option_error("matrices", {name: rows}, "is frozen; omit it")
         if name in decoupled:
             raise option_error("decoupled", name, "Muon trains it, at the first learning rate; omit it")
-
-
-def _check_unit(zero: ZeroConfig, model: nn.Module) -> None:
-    """Raise ValueError if the units of `model` are not those of --zero-unit."""
-    cut = getattr(model, "cut_layers", False)
-    if cut != zero.cuts_layers:
-        units = "sublayers" if cut else "no sublayers"
-        raise option_error(
-            "--zero-unit",
-            zero.zero_unit,
-            f"the model's units are {units}; give GPT cut_layers={zero.cuts_layers}",
-        )
 
 
 def _check_parameters(model: nn.Module, units: NamedUnits) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.api.whole import Name
+from megatron_zpp.api.whole import Name, from_rank_0
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.reads import inside, key_of
 
@@ -162,7 +162,5 @@ def take_values_of_rank_0(model: nn.Module, mesh: Mesh, device: torch.device) ->
     if odd := next((set(names) ^ set(found[0]) for names in found if names != found[0]), None):
         raise ValueError(f"{min(odd)}: has values on some ranks and is on the meta device on others")
     for _, tensor in real:
-        sent = tensor.detach().to(device).contiguous()
-        dist.broadcast(sent.view(-1).view(torch.uint8), 0)
-        tensor.detach().copy_(sent)
+        tensor.detach().copy_(from_rank_0(tensor.detach(), mesh, device))
     return seeds[0]

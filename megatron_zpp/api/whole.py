@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Placement, within
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import (
@@ -92,17 +93,17 @@ def load_state(
     first = engine.mesh.rank == 0
     problem = _problem(engine, names, state, optimizer=optimizer) if first else None
     rest = first and problem is None and optimizer
-    told = (problem, state["progress"], list(state["optimizer"])) if rest else (problem, {}, [])
-    problem, progress, saved = _sent(engine, told)
+    told = [(problem, state["progress"], list(state["optimizer"])) if rest else (problem, {}, [])]
+    if engine.mesh.world_size > 1:
+        dist.broadcast_object_list(told, 0, device=engine.device)
+    problem, progress, saved = told[0]
     if problem is not None:
         raise ValueError(problem)
     model = state["model"] if first else {}
     _load(engine, WEIGHTS, [{each.own: model[name] for name, each in names.items()}] if first else [])
     for name, buffer in engine.buffers.persistent().items():
-        sent = model[name].to(engine.device, buffer.dtype).contiguous() if first else torch.empty_like(buffer)
-        if engine.mesh.world_size > 1:
-            dist.broadcast(sent.view(-1).view(torch.uint8), 0)
-        buffer.copy_(sent)
+        sent = model[name].to(buffer.dtype) if first else torch.empty_like(buffer)
+        buffer.copy_(from_rank_0(sent, engine.mesh, engine.device))
     if not optimizer:
         return
     for kind in engine.states.kinds[1:]:
@@ -114,7 +115,7 @@ def load_state(
     def read(name: str, rows: Tensor) -> None:
         if name in moments:
             rows.copy_(moments[name])
-        rows.copy_(_broadcast(engine, rows))
+        rows.copy_(from_rank_0(rows, engine.mesh, engine.device))
 
     engine.states.load_row_moments(read)
     formats = progress["difference_formats"] if REFERENCE in saved else None
@@ -161,25 +162,17 @@ def _load(engine: ZeroEngine, kind: str, parts: Sequence[Mapping[str, Tensor]]) 
         values = torch.zeros(placement.shape, device=engine.device)
         if given := [part[placement.name] for part in parts if placement.name in part]:
             values.copy_(sum(given[1:], given[0]))
-        return _broadcast(engine, values)
+        return from_rank_0(values, engine.mesh, engine.device)
 
     engine.states.load_whole(kind, whole)
 
 
-def _broadcast(engine: ZeroEngine, values: Tensor) -> Tensor:
-    """Those of rank 0, on the device."""
-    values = values.to(engine.device)
-    if engine.mesh.world_size > 1:
-        dist.broadcast(values, 0)
+def from_rank_0(values: Tensor, mesh: Mesh, device: torch.device) -> Tensor:
+    """Those of rank 0, in any format, on the device; others give a tensor of the same shape and format."""
+    values = values.to(device).contiguous()
+    if mesh.world_size > 1:
+        dist.broadcast(values.view(-1).view(torch.uint8), 0)
     return values
-
-
-def _sent(engine: ZeroEngine, value: Any) -> Any:
-    """Rank 0's value."""
-    values = [value]
-    if engine.mesh.world_size > 1:
-        dist.broadcast_object_list(values, 0, device=engine.device)
-    return values[0]
 
 
 def _problem(

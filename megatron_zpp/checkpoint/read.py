@@ -39,7 +39,8 @@ from megatron_zpp.storage.checksums import (
 from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.regular import read_limited
 from megatron_zpp.storage.sidecar import read_sidecar
-from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS, Held, name_beside, owners_of
+from megatron_zpp.zero.held_states import WEIGHTS, HeldStates
+from megatron_zpp.zero.model_states import REFERENCE, name_beside, owners_of
 
 _RECENT = (
     16  # chunks of all files together, 64 MiB: parts of a parameter are read from up to 8 files in turns
@@ -214,7 +215,7 @@ class CheckpointReader:
                 beside = torch.empty((last - first) // block, dtype=torch.uint8)
                 file.read_into(tensor_name(name_beside(kind), unit), first // block, beside, self._pool.map)
             wanted = range(max(first, start), min(last, stop))
-            decoded = Held(values, beside).decoded(kind)
+            decoded = HeldStates(kind, values, beside).decoded()
             target[within(wanted, range(start, stop))] = decoded[within(wanted, range(first, last))]
 
     def _held(self, kind: str, unit: int) -> range:

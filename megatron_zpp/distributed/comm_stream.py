@@ -95,10 +95,8 @@ class CommStream:
         All ranks must request the same size.
         """
         assert self._symmetric is not None
-        self._barrier_buffers = (
-            self.zeros(len(self.ranks), torch.float32),
-            self.zeros(len(self.ranks), torch.float32),
-        )
+        received, sent = (self.zeros(len(self.ranks), torch.float32) for _ in range(2))
+        self._barrier_buffers = received, sent
         return peer_memory(self._symmetric.group, self._device, nbytes)
 
     def ready(self) -> None:

@@ -11,8 +11,8 @@ import socket
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -208,19 +208,13 @@ def _allocate(memory: SymmetricMemory, device: torch.device) -> Tensor:
 
 def _write_peers(memory: SymmetricMemory, device: torch.device) -> None:
     """Write to the memory of all peers. If a rank fails, others wait at the store for at most `_PATIENCE`."""
-    with _patience_of(memory.group):
-        buffers = peer_memory(memory.group, device, _TRIED_BYTES)
-    for buffer in buffers:
-        buffer.zero_()
-    torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _patience_of(group: dist.ProcessGroup) -> Iterator[None]:
-    store = dist.distributed_c10d._get_process_group_store(group)
+    store = dist.distributed_c10d._get_process_group_store(memory.group)
     before = store.timeout  # type: ignore[attr-defined]  # missing from torch's stubs
     store.set_timeout(timedelta(seconds=_PATIENCE))
     try:
-        yield
+        buffers = peer_memory(memory.group, device, _TRIED_BYTES)
     finally:
         store.set_timeout(before)
+    for buffer in buffers:
+        buffer.zero_()
+    torch.cuda.synchronize(device)

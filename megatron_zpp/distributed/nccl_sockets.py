@@ -21,6 +21,7 @@ from megatron_zpp.distributed.nccl_network import (
     read_nccl_settings,
     read_network,
 )
+from megatron_zpp.distributed.open_files import OTHER_FILES
 
 THREADS, PER_THREAD = "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"
 _THREADS, _PER_THREAD = 2, 2
@@ -30,7 +31,6 @@ _VENDORS = {"0x1d0f": "AWS", "0x1ae0": "Google"}  # for whose cards NCCL has num
 # NCCL opens connections as it needs them. An estimate of the most: in two directions, on two channels, to the
 # neighbours in rings and trees and to every other node, for each communicator between nodes.
 _DIRECTIONS, _CHANNELS, _NEIGHBOURS, _COMMUNICATORS = 2, 2, 4, 6
-_OTHER_FILES = 256  # libraries, devices, data and logs of the process
 
 
 class SocketChoice(NamedTuple):
@@ -121,7 +121,7 @@ def files_needed(nodes: int) -> int:
     """About as many open files as a rank needs; each connection has one socket more than its data has."""
     peers = _NEIGHBOURS + nodes - 1
     connections = _DIRECTIONS * _CHANNELS * peers * _COMMUNICATORS
-    return connections * (_THREADS * _PER_THREAD + 1) + _OTHER_FILES
+    return connections * (_THREADS * _PER_THREAD + 1) + OTHER_FILES
 
 
 def _first_objection(reports: Sequence[RankReport]) -> str | None:

@@ -13,7 +13,7 @@ from megatron_zpp.config.options import option_error
 # read-back beside the training, and one that has just ended and is still being closed.
 STORE_CONNECTIONS = 5
 _BEFORE_THE_FIRST_STEP = 2  # of these, on every rank
-_OTHER_FILES = 256  # libraries, devices, data and logs of the process
+OTHER_FILES = 256  # libraries, devices, data and logs of the process
 
 
 def raise_limit(process: int = 0) -> int:
@@ -39,7 +39,7 @@ def reserve_connections(keeper: int, ranks: int, say: Callable[[str], None], oth
         limit = raise_limit(keeper)
     except OSError:  # the launcher of another user, whose limit cannot be read
         return
-    need = STORE_CONNECTIONS * ranks + others + _OTHER_FILES
+    need = STORE_CONNECTIONS * ranks + others + OTHER_FILES
     if limit >= need:
         return
     who = "this process" if keeper == os.getpid() else f"process {keeper}"

@@ -36,7 +36,8 @@ def launcher_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
             f"SLURM_HET_SIZE {size}: heterogeneous jobs number the ranks of each component by itself; submit "
             "one component, with the same number of tasks on each node"
         )
-    rank, world_size = _number(environment, "SLURM_PROCID"), _tasks_of_step(environment)
+    rank = _number(environment, "SLURM_PROCID")
+    world_size = _number(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     local_rank, node = _number(environment, "SLURM_LOCALID"), _number(environment, "SLURM_NODEID")
     name, layout = _first_of(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     local_world_size = _tasks_per_node(name, layout, world_size)
@@ -91,11 +92,6 @@ def _is_task(environment: Mapping[str, str]) -> bool:
     return _number(environment, "SLURM_STEP_ID") < _NOT_SRUNS
 
 
-def _tasks_of_step(environment: Mapping[str, str]) -> int:
-    name, text = _first_of(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    return _number({name: text}, name)
-
-
 def _tasks_per_node(name: str, layout: str, tasks: int) -> int:
     """Return 4 for `4(x16)`. Raises ValueError unless it is `tasks` in total."""
     groups = [_TASKS.fullmatch(part) for part in layout.split(",")]
@@ -120,8 +116,8 @@ def _first_of(environment: Mapping[str, str], *names: str) -> tuple[str, str]:
     raise ValueError(f"{names[0]} (not set): SLURM_PROCID is set; start with srun, which sets both")
 
 
-def _number(environment: Mapping[str, str], name: str) -> int:
-    text = _first_of(environment, name)[1]
+def _number(environment: Mapping[str, str], *names: str) -> int:
+    name, text = _first_of(environment, *names)
     if not text.isdecimal() or len(text) > 10:
         raise ValueError(f"{name} {text!r}: must be a whole number")
     return int(text)

@@ -24,10 +24,6 @@ class Rotation:
     signs: Signs  # of the unit's element 0
     gaps: tuple[slice, ...]  # elements of this rank's shard that belong to no parameter
 
-    def clear_gaps(self, shard: Tensor) -> None:
-        """Set the gaps of this rank's shard of the sum to zero."""
-        clear(shard, self.gaps)
-
 
 def clear(flat: Tensor, gaps: tuple[slice, ...]) -> None:
     """Set these elements of `flat` (n,) to zero. There are few where sizes are multiples of a block."""
@@ -44,11 +40,7 @@ class Feedback(NamedTuple):
 
     lost: Tensor  # (R, n) bf16
     divisor: Tensor  # ()
-    gaps: tuple[slice, ...]  # of all elements, those that belong to no parameter
-
-    def clear_gaps(self) -> None:
-        """Nothing is owed of what belongs to no parameter."""
-        clear(self.lost.view(-1), self.gaps)
+    gaps: tuple[slice, ...]  # of all elements, those that belong to no parameter: nothing is owed of them
 
 
 class Codec(NamedTuple):
@@ -103,4 +95,4 @@ class Codec(NamedTuple):
             self.sum_into(row[None], part, rotation, first, add=False)
             first += len(part)
         if rotation is not None:
-            rotation.clear_gaps(target)
+            clear(target, rotation.gaps)

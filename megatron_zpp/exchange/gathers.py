@@ -35,7 +35,7 @@ class Relay:
 
 
 class Leg:
-    """Stages of one verb and format, one after the other.
+    """Stages of one verb and format, one after the other; without stages there is nothing to do.
 
     `streams` has those of each stage; every rank must make the same. `room`: the largest message of a shard,
     in bytes, in any step; 0 for a leg in a dtype.

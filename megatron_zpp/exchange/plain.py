@@ -6,7 +6,6 @@ from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.exchange.segments import GradSegment, segments_inside
-from megatron_zpp.exchange.sums import sum_parts
 from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 
@@ -18,7 +17,7 @@ class InPlace:
     nothing is copied inside a GPU.
     """
 
-    def __init__(self, comm_stream: CommStream, operations: Operations | None, nbytes: int) -> None:
+    def __init__(self, comm_stream: CommStream, operations: Operations, nbytes: int) -> None:
         """`nbytes`: of the largest gradient."""
         self._comm_stream, self._operations = comm_stream, operations
         alone = len(comm_stream.ranks) == 1
@@ -30,8 +29,7 @@ class InPlace:
         received = self._write(sent, len(total)) if self._received else None
         for segment in segments_inside(sent, _part(group_rank, len(total))):
             own, first = segment.flat, segment.start // SQUARES_BLOCK
-            sum_parts(
-                self._operations,
+            self._operations.sum_parts(
                 own[None] if received is None else received[:, segment.start : segment.start + len(own)],
                 segment.of(total),
                 add=add,

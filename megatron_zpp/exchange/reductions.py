@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending, all_of
-from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation
+from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation, clear
 from megatron_zpp.exchange.plain import InPlace
 from megatron_zpp.exchange.rooms import HopRoom, accumulating, fused, reduction_rooms
 from megatron_zpp.exchange.route import Route, Stage, axes_of, chunks, nbytes, plain
 from megatron_zpp.exchange.segments import GradSegment, join
-from megatron_zpp.exchange.sums import sum_parts
 from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
@@ -79,7 +78,7 @@ class Hop:
     """
 
     def __init__(
-        self, stage: Stage, cut: Sequence[Axis], layout: Layout, mesh: Mesh, operations: Operations | None
+        self, stage: Stage, cut: Sequence[Axis], layout: Layout, mesh: Mesh, operations: Operations
     ) -> None:
         """`cut`: the axes of the stage and of those before it. Any layout of the run says the same."""
         self.stage, self.ranks, self.place = stage, stage.ranks, mesh.index(*stage.axes)
@@ -91,7 +90,6 @@ class Hop:
         if isinstance(stage.format, torch.dtype):
             self.dtype = stage.format
         else:
-            assert operations is not None, "codes need kernels"
             self.codec = Codec(stage.format, operations)
 
     def exchange(
@@ -128,7 +126,7 @@ class Hop:
         The volume is that of a reduce-scatter, but 16-bit numbers stay 16 bits on the wire without a rounding
         in the sum, whose bits are those of one process that accumulates the ranks' batches in turn.
         """
-        sum_parts(self._operations, received.view(self.ranks, -1), total, add=add, squares=squares)
+        self._operations.sum_parts(received.view(self.ranks, -1), total, add=add, squares=squares)
 
 
 class Part(NamedTuple):
@@ -153,7 +151,7 @@ class Reduction:
         layouts: Sequence[Layout],
         mesh: Mesh,
         streams: Sequence[Sequence[CommStream]],
-        operations: Operations | None,
+        operations: Operations,
         made: torch.dtype,
     ) -> None:
         """Without stages there is one stream, of this rank alone, which sums over micro-batches."""
@@ -196,11 +194,8 @@ class Reduction:
         joined, lanes = self._next_turn()
         numel = len(target.total)
         shards, pending = self._joined(sent, joined, lanes[0].stream, numel)
-        for chunk in self._chunks[numel]:
-            source = shards[:, chunk.start : chunk.stop]
-            part = Part(lanes, 0, source, self._number(numel, chunk))
-            pending.append(self._submit(part, target.chunk(chunk)))
-        return self._cleared(pending, target)
+        sources = [shards[:, chunk.start : chunk.stop] for chunk in self._chunks[numel]]
+        return self._run(lanes, 0, sources, target, pending)
 
     def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
         """Run the stage of every micro-batch alone; overwrite the fp32 `accumulated`, or add to it.
@@ -219,12 +214,8 @@ class Reduction:
     def reduce_accumulated(self, accumulated: Tensor, target: Target) -> Pending:
         """Run the stages of a step on what has been accumulated, which is scratch memory afterwards."""
         (_, lanes), shards, numel = self._next_turn(), self._hops[0].part, len(target.total)
-        pending = []
-        for chunk in self._chunks[numel]:
-            source = accumulated[shards * chunk.start : shards * chunk.stop].view(shards, -1)
-            part = Part(lanes, 1, source, self._number(numel, chunk))
-            pending.append(self._submit(part, target.chunk(chunk)))
-        return self._cleared(pending, target)
+        parts = [accumulated[shards * chunk.start : shards * chunk.stop] for chunk in self._chunks[numel]]
+        return self._run(lanes, 1, [part.view(shards, -1) for part in parts], target, [])
 
     def _next_turn(self) -> tuple[Tensor, list[Lane]]:
         self._turns.rotate(-1)
@@ -302,7 +293,6 @@ class Reduction:
             if not direct:
                 values.copy_(sums.view(values.shape))
         elif self._fused and part.start == 0:
-            assert self._operations is not None
             assert isinstance(far.stage.format, QuantFormat)
             received = first.exchange(part.lanes[0], part.source, None)
             self._operations.sum_quantize(received, messages, far.stage.format)  # never in fp32 memory
@@ -312,8 +302,17 @@ class Reduction:
         else:
             far.codec.encode(self._sum(part).view(far.ranks, -1), messages, target.rotation, part.first)
 
-    def _cleared(self, pending: list[Pending], target: Target) -> Pending:
-        """The same work; rotated codes are not zero in the gaps between parameters, where sums must be."""
+    def _run(
+        self, lanes: list[Lane], start: int, sources: list[Tensor], target: Target, pending: list[Pending]
+    ) -> Pending:
+        """Run the hops from `start` on, chunk by chunk, after the work that is `pending`.
+
+        Rotated codes are not zero in the gaps between parameters, where sums must be.
+        """
+        numel = len(target.total)
+        for chunk, source in zip(self._chunks[numel], sources, strict=True):
+            part = Part(lanes, start, source, self._number(numel, chunk))
+            pending.append(self._submit(part, target.chunk(chunk)))
         total, rotation, feedback = target.total, target.rotation, target.feedback
         if rotation is None:
             return all_of(pending)
@@ -321,8 +320,8 @@ class Reduction:
 
         def clear_gaps() -> None:
             summed.wait()
-            rotation.clear_gaps(total)
+            clear(total, rotation.gaps)
             if feedback is not None:
-                feedback.clear_gaps()
+                clear(feedback.lost.view(-1), feedback.gaps)
 
         return all_of([*pending, self._clearing.submit(clear_gaps)])

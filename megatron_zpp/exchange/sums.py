@@ -1,4 +1,4 @@
-"""Sums of gradients and of their squares on one rank, by the project's kernels or by torch's."""
+"""Sums of gradients and of their squares by torch, and sums of small numbers over ranks."""
 
 import torch
 import torch.distributed as dist
@@ -9,39 +9,28 @@ from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.ops.operations import Operations
 
 
-def sum_parts(
-    operations: Operations | None,
-    parts: Tensor,
-    total: Tensor,
-    *,
-    add: bool,
-    own: Tensor | None = None,
-    group_rank: int = 0,
-    squares: Tensor | None = None,
-) -> None:
-    """Sum `parts` (P, n) in order; overwrite the fp32 `total` (n,), or `add` to it.
+class _TorchSums:
+    """Operators of which each part is a pass over memory."""
 
-    `own` (n,) replaces part `group_rank`. Without `operations` every part is a pass over memory.
-    """
-    if operations is not None:
-        operations.sum_parts(parts, total, add=add, own=own, group_rank=group_rank, squares=squares)
-        return
-    if own is not None and own.data_ptr() == total.data_ptr():
-        own = own.clone()
-    for index, row in enumerate(parts):
-        part = own if own is not None and index == group_rank else row
-        total.add_(part) if add or index else total.copy_(part)
-    if squares is not None:
-        sum_squares(None, total, squares)
+    @staticmethod
+    def sum_parts(
+        parts: Tensor, total: Tensor, add: bool, own: Tensor | None, group_rank: int, squares: Tensor | None
+    ) -> None:
+        if own is not None and own.data_ptr() == total.data_ptr():
+            own = own.clone()
+        for index, row in enumerate(parts):
+            part = own if own is not None and index == group_rank else row
+            total.add_(part) if add or index else total.copy_(part)
+        if squares is not None:
+            _TorchSums.sum_squares(total, squares)
+
+    @staticmethod
+    def sum_squares(flat: Tensor, sums: Tensor) -> None:
+        norms = torch.linalg.vector_norm(flat.view(-1, SQUARES_BLOCK), dim=1, dtype=torch.float32)
+        torch.square(norms, out=sums)
 
 
-def sum_squares(operations: Operations | None, flat: Tensor, sums: Tensor) -> None:
-    """Write the sum of the squares of each block of `flat` (n,) to `sums` (n / SQUARES_BLOCK,) fp32."""
-    if operations is not None:
-        operations.sum_squares(flat, sums)
-        return
-    norms = torch.linalg.vector_norm(flat.view(-1, SQUARES_BLOCK), dim=1, dtype=torch.float32)
-    torch.square(norms, out=sums)
+TORCH_SUMS = Operations(_TorchSums, compiled=False)  # sums alone, where a run has no operations
 
 
 def sum_over_ranks(value: Tensor, mesh: Mesh) -> Tensor:

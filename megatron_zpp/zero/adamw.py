@@ -61,9 +61,8 @@ def build_optimizer(
         scaled = replace(config, adam_eps=config.adam_eps * factor)
         if operations is None:
             return TorchAdamW(scaled)
-        if config.compact:
-            return CompactAdamW(scaled, operations, plan.weight_codes)
-        return KernelAdamW(scaled, operations, plan.weight_codes)
+        kernel = CompactAdamW if config.compact else KernelAdamW
+        return kernel(scaled, operations, plan.weight_codes)
 
     if config.optimizer == "muon":
         from megatron_zpp.zero.muon import MuonOptimizer
@@ -74,6 +73,10 @@ def build_optimizer(
     offloaded = units[0].master.device != units[0].gather_source.device
     forms = {} if rule is not None else config.forms_of_moments
     return (OffloadedOptimizer if offloaded else DeviceOptimizer)(rule_of, units, sources, forms)
+
+
+# The scalars of a step, and the number of the step, which random bits depend on.
+KernelScalars: TypeAlias = tuple[AdamWScalars, Tensor]
 
 
 class KernelAdamW:
@@ -91,10 +94,10 @@ class KernelAdamW:
 
     def scalars(
         self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
-    ) -> AdamWScalars:
+    ) -> KernelScalars:
         config = self._config
         powers = [beta ** steps.double() for beta in (config.adam_beta1, config.adam_beta2)]
-        return AdamWScalars(
+        scalars = AdamWScalars(
             divisor=divisor,
             found_inf=found_inf,
             bias_corrections=(1 - torch.stack(powers)).float(),
@@ -104,42 +107,32 @@ class KernelAdamW:
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
         )
+        return scalars, steps
 
-    def step(self, shard: ShardSegment, gradient: Tensor, scalars: AdamWScalars) -> None:
+    def step(self, shard: ShardSegment, gradient: Tensor, scalars: KernelScalars) -> None:
         (exp_avg, exp_avg_sq), gather_source, decayed = shard.states, shard.gather_source, shard.decayed
         states = shard.master, gradient, exp_avg, exp_avg_sq
         # A unit of which nothing is sent has weights there, whatever others have.
         if self._quant_format is None or gather_source is None or gather_source.dtype != torch.uint8:
-            self._operations.adamw(*states, gather_source, scalars, decayed=decayed)
+            self._operations.adamw(*states, gather_source, scalars[0], decayed=decayed)
             return
-        self._operations.adamw_quantize(*states, gather_source, self._quant_format, scalars, decayed=decayed)
+        format = self._quant_format
+        self._operations.adamw_quantize(*states, gather_source, format, scalars[0], decayed=decayed)
 
 
-# The scalars of a step, and the number of the step, which random bits depend on.
-CompactScalars: TypeAlias = tuple[AdamWScalars, Tensor]
-
-
-class CompactAdamW:
+class CompactAdamW(KernelAdamW):
     """AdamW on states in fewer bytes (--use-precision-aware-optimizer), by the project's kernel.
 
-    One pass, which rounds the states and writes 16-bit gather sources.
+    One pass, which rounds the states and writes 16-bit gather sources. Messages are written from the weights.
     """
-
-    state_names = MOMENTS
 
     def __init__(
         self, config: OptimizerConfig, operations: Operations, quant_format: QuantFormat | None = None
     ) -> None:
-        """`quant_format` is that of messages to gather from, which are then written from the weights."""
-        self._plain, self._operations = KernelAdamW(config, operations, quant_format), operations
-        self.writes_gather_source = self.accepts_16bit_gradients = quant_format is None
+        super().__init__(config, operations, quant_format)
+        self.writes_gather_source = quant_format is None
 
-    def scalars(
-        self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
-    ) -> CompactScalars:
-        return self._plain.scalars(steps, learning_rate, divisor, found_inf), steps
-
-    def step(self, shard: ShardSegment, gradient: Tensor, scalars: CompactScalars) -> None:
+    def step(self, shard: ShardSegment, gradient: Tensor, scalars: KernelScalars) -> None:
         from megatron_zpp.ops.state_codes import Rounding  # which few runs need
 
         (exp_avg, exp_avg_sq), (exp_avg_scales, exp_avg_sq_scales) = shard.states, shard.scales
@@ -217,16 +210,17 @@ class ApexAdamW(Optimizer):
         groups: list[dict[str, Any]] = [
             {"params": [], "weight_decay": decay} for decay in (config.weight_decay, 0.0)
         ]
-        # Unit, index into its segments (with and without weight decay), weights of that segment.
-        self._weights: list[tuple[Unit, int, Tensor]] = []
+        # Unit, its elements with or without weight decay, and weights of these.
+        self._weights: list[tuple[Unit, slice, Tensor]] = []
         adam_states = {}
         for unit, moments in zip(units, self.states, strict=True):
-            for part, group in enumerate(groups):
-                weight = unit.segments(unit.master)[part].detach()
+            parts = slice(unit.decayed), slice(unit.decayed, None)
+            for part, group in zip(parts, groups, strict=True):
+                weight = unit.master[part].detach()
                 if len(weight):
                     self._weights.append((unit, part, weight))
                     group["params"].append(weight)
-                    adam_states[weight] = {name: unit.segments(moments[name])[part] for name in MOMENTS}
+                    adam_states[weight] = {name: moments[name][part] for name in MOMENTS}
         betas = (config.adam_beta1, config.adam_beta2)
         self._adam = FusedAdam(
             [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=config.adam_eps
@@ -243,7 +237,7 @@ class ApexAdamW(Optimizer):
 
     def _step(self, learning_rate: float, divisor: Tensor) -> None:
         for unit, part, weight in self._weights:
-            weight.grad = unit.segments(unit.gradient)[part]
+            weight.grad = unit.gradient[part]
         for group in self._adam.param_groups:
             group["lr"], group["step"] = learning_rate, int(self.steps.item())
             torch._foreach_div_([weight.grad for weight in group["params"]], divisor)

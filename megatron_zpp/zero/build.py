@@ -14,7 +14,7 @@ from megatron_zpp.exchange.rooms import Buffer
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import ALIGNMENT, SHARD_MULTIPLE, Layout, Placement, Split, within
-from megatron_zpp.zero.communication import Communication, Legs
+from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.communication_plan import plan_communication
 from megatron_zpp.zero.read_guard import ReadGuard
 from megatron_zpp.zero.reads import (
@@ -78,17 +78,14 @@ class UnitBuilder:
         for (name, first), places, slot, weights in zip(
             distinct(modules), plan.reads.places, plan.slots, plan.weights, strict=True
         ):
-            at = [plan.reads.units[place].index(len(units)) for place in places]
-            others = [parts[place][index] for place, index in zip(places[1:], at[1:], strict=True)]
+            others = [parts[place][plan.reads.units[place].index(len(units))] for place in places[1:]]
             guard = ReadGuard(name or "the model", sum(len(unit.guard) for unit in units))
-            unit = self._unit(
-                first, others, weights, self._communication.legs[len(units)], slots[slot], guard
-            )
+            unit = self._unit(first, others, weights, slots[slot], guard)
             # This rank's part of each parameter that it owns a part of.
             master = torch.zeros(len(unit.owned), device=self._device) if unit.is_split else unit.master
             unit.fill(master, unit.owned, drawn)
             if unit.is_split:
-                unit.replace_split(master)
+                unit.weights.replace(master)
             del master  # of a split unit it is temporary
             self._sources.replace(unit)
             units.append(unit)
@@ -110,27 +107,19 @@ class UnitBuilder:
         module: Parameters,
         others: Sequence[Parameters],
         weights: WeightPlan,
-        legs: Legs,
         full: Tensor,
         guard: ReadGuard,
     ) -> Unit:
-        plan, layout, memory = self._plan, weights.layout, self._communication.memory
-        owned = weights.owned
-        kept, own_kept = None, None
-        if legs.bring is not None:
-            assert legs.fill is not None
-            in_slot = weights.kept_in_slot
-            kept = legs.fill.own(full) if in_slot else memory(weights.fill, weights.kept)
-            own_kept = legs.bring.own(kept)
-        if not weights.first:
-            gather_source = full
-        elif not weights.sends_from_target:
+        layout, memory = weights.layout, self._communication.memory
+        owned, here, kept = weights.owned, weights.kept_elements, None
+        if weights.bring and weights.kept_in_slot:
+            kept = full[here.start : here.stop]
+        elif weights.bring:
+            kept = memory(weights.fill, weights.kept)
+        if not weights.sends_from_target:
             gather_source = memory(weights.first, weights.gather_source)
-        elif own_kept is not None:
-            gather_source = own_kept
         else:
-            assert legs.fill is not None
-            gather_source = legs.fill.own(full)
+            gather_source = full[owned.start : owned.stop] if kept is None else kept[within(owned, here)]
         if self._offload:
             master = torch.zeros(len(owned), pin_memory=self._device.type == "cuda")
         elif gather_source.dtype == torch.float32:
@@ -142,7 +131,14 @@ class UnitBuilder:
         parameters = self._replace_parameters(module, layout, full, guard)
         for other in others:
             _put_parameters(other, layout, parameters, guard)
-        differs = weights.differences is not None
+        differs, encoded = weights.differences is not None, None
+        if layout.coded:
+            encoded = Encoded(owned, master, gather_source)
+        if layout.coded and differs and kept is not None:  # each rank encodes its part of the reference
+            codes = full[here.start : here.stop]
+            if weights.in_turn:
+                codes = memory(weights.fill, Buffer(len(here), torch.uint8))
+            encoded = Encoded(here, kept, codes)
         residuals = [torch.zeros(size, dtype=kind, device=self._device) for size, kind in weights.residuals]
         return Unit(
             parameters=parameters,
@@ -153,12 +149,10 @@ class UnitBuilder:
             master=master,
             gather_source=gather_source,
             kept=kept,
-            own_kept=own_kept,
             message=memory(weights.bring, weights.message) if differs else None,
-            encoded=self._encoded(weights, Encoded(owned, master, gather_source), kept, full),
+            encoded=encoded,
             residuals=Residuals(*residuals) if residuals else None,
-            gaps=layout.gaps_in(weights.kept_elements),
-            wide_dtype=plan.made,
+            gaps=layout.gaps_in(here),
         )
 
     def _replace_parameters(
@@ -183,21 +177,6 @@ class UnitBuilder:
             made.append(nn.Parameter(view.data, requires_grad=not layout.frozen))
         _put_parameters(module, layout, made, guard)
         return tuple(made)
-
-    def _encoded(
-        self, weights: WeightPlan, shard: Encoded, reference: Tensor | None, full: Tensor
-    ) -> Encoded | None:
-        """What this rank encodes of a unit: its `shard`, or its part of the `reference` of differences."""
-        if not weights.layout.coded:
-            return None
-        if weights.differences is None:
-            return shard
-        assert reference is not None
-        elements = weights.kept_elements
-        if not weights.in_turn:
-            return Encoded(elements, reference, full[elements.start : elements.stop])
-        codes = Buffer(len(elements), torch.uint8)
-        return Encoded(elements, reference, self._communication.memory(weights.fill, codes))
 
 
 def _put_parameters(
@@ -244,7 +223,7 @@ def build_communication(
     rate_factors: Mapping[str, float],
     matrices: Mapping[str, tuple[int, ...]],
     inside_nodes: Collection[str],
-    operations: Operations | None,
+    operations: Operations,
     timeout: timedelta | None,
     say: Callable[[str], None],
 ) -> Communication:
@@ -252,7 +231,11 @@ def build_communication(
 
     `share`: how tensor ranks share the model; `coded` to `matrices` as in `layouts_of`.
     """
-    units = distinct(modules)
+    units, copy_engines = distinct(modules), False
+    if device.type == "cuda":  # CPUs have none
+        from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
+
+        copy_engines = choose_copy_engines(mesh, device, timeout, say)
     block = max(config.zero.largest_block, share.block)
     layouts = layouts_of(units, mesh, block, share.splits, coded, decoupled, rate_factors, matrices)
     plan = plan_communication(
@@ -261,7 +244,7 @@ def build_communication(
         layouts,
         compute_dtype=getattr(torch, config.precision.compute_dtype(device.type)),
         reduce_in_bf16=config.precision.grad_reduce_in_bf16,
-        copy_engines=_copy_engines(mesh, device, timeout, say),
+        copy_engines=copy_engines,
         reads=reads_of(modules, recomputed),
         inside_nodes=[at for at, (name, _) in enumerate(units) if name in inside_nodes],
     )
@@ -270,17 +253,6 @@ def build_communication(
         return CommStream(ranks, mesh, device, ledger, timeout, copy_engines=plan.copy_engines)
 
     return Communication(plan, stream, operations)
-
-
-def _copy_engines(
-    mesh: Mesh, device: torch.device, timeout: timedelta | None, say: Callable[[str], None]
-) -> bool:
-    """See `choose_copy_engines`; CPUs have none."""
-    if device.type != "cuda":
-        return False
-    from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
-
-    return choose_copy_engines(mesh, device, timeout, say)
 
 
 def layouts_of(

@@ -19,11 +19,11 @@ _WEIGHTS, _GRADIENTS, _SUMS, _MATRICES = "weights", "gradients", "sums", "matric
 
 
 class Legs(NamedTuple):
-    """What is gathered of a unit; see WeightPlan. None: there is nothing to do."""
+    """What is gathered of a unit; see WeightPlan."""
 
-    sums: Leg | None
-    bring: Leg | None
-    fill: Leg | None
+    sums: Leg
+    bring: Leg
+    fill: Leg
 
 
 class Communication:
@@ -37,7 +37,7 @@ class Communication:
         self,
         plan: CommunicationPlan,
         make_comm_stream: Callable[[Sequence[int]], CommStream],
-        operations: Operations | None,
+        operations: Operations,
     ) -> None:
         """Every rank makes the same streams in the same order. Codes need `operations`."""
         self.plan, self._make_comm_stream = plan, make_comm_stream
@@ -70,9 +70,7 @@ class Communication:
         """Memory for what stage `at` of weights sends or fills. Every rank must make the same."""
         return self._streams_of(_WEIGHTS, stages, at)[0].zeros(*buffer)
 
-    def _leg(self, what: str, stages: Route) -> Leg | None:
-        if not stages:
-            return None
+    def _leg(self, what: str, stages: Route) -> Leg:
         if (what, stages) not in self._legs:
             streams = [self._streams_of(what, stages, at) for at in range(len(stages))]
             room = self.plan.message_room(stages)

@@ -177,12 +177,13 @@ class CommunicationPlan:
     def message_room(self, stages: Route) -> int:
         """Bytes of the largest message that this rank brings to these stages of weights or sums, in any step.
 
-        0 for gathers in a dtype.
+        0 for gathers in a dtype, and without stages.
         """
+        if not stages or not stages[0].codes:
+            return 0
         numels = [len(each.owned) for each in self.weights if stages == each.first]
         numels += [each.layout.shard_numel for each in self.weights if stages == each.sums]
-        format = widest(stages[0].format)
-        return 0 if isinstance(format, torch.dtype) else nbytes(format, max(numels))
+        return nbytes(widest(stages[0].format), max(numels))
 
     @cached_property
     def arena_bytes(self) -> int:

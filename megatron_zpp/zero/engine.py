@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from megatron_zpp.distributed.spare_multiprocessors import spare_multiprocessors
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.exchange.route import check_routes
-from megatron_zpp.exchange.sums import largest_over_ranks, sum_over_ranks
+from megatron_zpp.exchange.sums import TORCH_SUMS, largest_over_ranks, sum_over_ranks
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.adamw import build_optimizer
@@ -112,7 +113,7 @@ class ZeroEngine:
         self.model, self.mesh, self.device, self.share = model, mesh, device, share
         self.topology, self.scaling, self.sections = Topology.of(mesh), scaling, sections
         self._config_of_optimizer, self._decouples = config.optimizer, bool(decoupled)
-        self._ledger = TrafficLedger(mesh)
+        self._ledger, sums = TrafficLedger(mesh), operations or TORCH_SUMS
         self._communication = communication = build_communication(
             modules,
             config,
@@ -126,29 +127,25 @@ class ZeroEngine:
             rate_factors=rate_factors,
             matrices=matrices,
             inside_nodes=inside_nodes,
-            operations=operations,
+            operations=sums,
             timeout=timeout,
             say=say,
         )
         self.plan = communication.plan
-        sources = GatherSources(operations, codes)
+        sources = GatherSources(sums, codes)
         self.units = UnitBuilder(communication, device, config, sources, codes).build(modules, initialize)
         self.buffers = Buffers(model, initialize, device, mesh, say)
         self._trained = [index for index, unit in enumerate(self.units) if not unit.frozen]
         trained = [self.units[index] for index in self._trained]
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
-        self.weights = Weights(
-            self.units, communication, sections, sources, operations=operations, codes=codes
-        )
+        self.weights = Weights(self.units, communication, sections, sources, sums)
         self._optimizer = build_optimizer(
             config.optimizer, trained, communication, fused_backend, operations, sources, rule
         )
         self.states = ModelStates(self.units, self.weights, self._optimizer, mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
-        self._gradients = Gradients(
-            self.units, communication, operations, accepts_16bit=accepts_16bit, share=share
-        )
+        self._gradients = Gradients(self.units, communication, sums, accepts_16bit=accepts_16bit, share=share)
         self._sums = StepSums(trained, self._gradients, mesh, sections)
         self._exchanges = ExchangeCounter(share.exchanges, self._ledger, mesh, self.plan.made)
         self._hooks = register_hooks(
@@ -282,10 +279,7 @@ class ZeroEngine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean loss of a batch without dropout, not reduced over ranks. Every rank must call it."""
-        self.weights.encode_changed()
-        self.model.eval()
-        self.weights.prefetcher.begin(Phase.FORWARD)
-        with self.sections.paused():
+        with self._evaluating():
             return self._loss(batch)
 
     @torch.no_grad()
@@ -297,11 +291,8 @@ class ZeroEngine:
         positions: Tensor | None = None
         if after >= 0:  # else all are of one text
             positions = torch.arange(tokens.shape[1], device=self.device)[None].clamp(max=after)
-        self.weights.encode_changed()
-        self.model.eval()
-        self.spare.reserve()
-        self.weights.prefetcher.begin(Phase.FORWARD)
-        with self.sections.paused():
+        with self._evaluating():
+            self.spare.reserve()
             logits = self.model(tokens.to(self.device), None, positions)
             return logits[0, after].float().cpu()
 
@@ -347,6 +338,13 @@ class ZeroEngine:
             fix = "no parameter is decoupled; name some in ZeroEngine's decoupled"
             raise option_error("decoupled_rate", decoupled_rate, fix)
         return learning_rate, learning_rate if decoupled_rate is None else decoupled_rate
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """A context manager around a forward without gradients, which is no part of a step."""
+        self.weights.encode_changed()
+        self.model.eval()
+        self.weights.prefetcher.begin(Phase.FORWARD)
+        return self.sections.paused()
 
     def _loss(self, batch: Batch) -> Tensor:
         self.spare.reserve()

@@ -1,6 +1,6 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -11,13 +11,12 @@ from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation, clear
 from megatron_zpp.exchange.reductions import Target
 from megatron_zpp.exchange.route import nbytes
 from megatron_zpp.exchange.segments import GradSegment, segments_inside, segments_of
-from megatron_zpp.exchange.sums import sum_squares
 from megatron_zpp.ops.formats import SQUARES_BLOCK, LloydMaxFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
+from megatron_zpp.zero.tensor_parallel import ALONE, ReplicatedSum, TensorShare
 
 # A 16-bit gradient of so many elements stays where the backward made it:
 STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
@@ -42,7 +41,7 @@ class Gradients:
         self,
         units: list[Unit],
         communication: Communication,
-        operations: Operations | None,
+        operations: Operations,
         *,
         accepts_16bit: bool,
         share: TensorShare = ALONE,
@@ -67,7 +66,7 @@ class Gradients:
         self._numbers = {unit: index for index, unit in enumerate(units)}
         self._share = share
         self._replicated = {unit: share.replicated(unit.layout) for unit in units}
-        self._counted_elsewhere = {
+        self.counted_elsewhere = {  # blocks of squares of a shard that another tensor rank counts
             unit: share.counted_elsewhere(unit.layout, unit.plan.shard) for unit in units
         }
 
@@ -121,15 +120,10 @@ class Gradients:
             counts = [len(segment.flat) // SQUARES_BLOCK for segment in segments]
             sums = torch.empty(sum(counts), device=unit.full.device)
             for segment, its_sums in zip(segments, sums.split(counts), strict=True):
-                sum_squares(self._operations, segment.flat, its_sums)
-        for blocks in self._counted_elsewhere[unit]:
+                self._operations.sum_squares(segment.flat, its_sums)
+        for blocks in self.counted_elsewhere[unit]:
             sums[blocks.start : blocks.stop].zero_()
         return sums
-
-    def counted_elsewhere(self, unit: Unit) -> list[range]:
-        """The elements of this rank's shard that another tensor rank counts in sums over ranks."""
-        blocks = self._counted_elsewhere[unit]
-        return [range(each.start * SQUARES_BLOCK, each.stop * SQUARES_BLOCK) for each in blocks]
 
     def end_step(self, found_inf: Tensor) -> None:
         """Release all gradients.
@@ -162,7 +156,9 @@ class Gradients:
             produced.append(parameter.grad)
             parameter.grad = None
         replicated = self._replicated[unit]
-        summing = self._share.start_sum(produced, replicated) if replicated else None
+        group, summing = self._share.group, None
+        if group is not None and replicated:
+            summing = ReplicatedSum(group, [produced[index] for index in replicated])
         only = first and last
         if only and not self._sums:
             segments = segments_of(unit.layout, produced, STEPPED_THERE)
@@ -212,13 +208,9 @@ class Gradients:
             accumulated = torch.empty(self._accumulated_numel[unit], device=sent[0].flat.device)
         pending = reduction.accumulate(sent, accumulated, add=not first)
         if last:
-            total = torch.empty(len(unit.owned), device=accumulated.device)
-            squares = self._new_squares(unit, last=True)
-            target = self._target(unit, total, squares)
-            reduced, message = self._to_all(unit, total, reduction.reduce_accumulated(accumulated, target))
-            unit.grad.reduce(all_of([pending, reduced]), sent + message, total, squares, accumulated)
-        else:
-            unit.grad.reduce(pending, sent, None, accumulated=accumulated)
+            self._reduce(unit, sent, add=False, last=True, accumulated=accumulated, before=[pending])
+            return
+        unit.grad.reduce(pending, sent, None, accumulated=accumulated)
         self._reducing[self._slots[unit]] = unit
 
     def _reduce(
@@ -229,25 +221,32 @@ class Gradients:
         add: bool,
         last: bool,
         total: Tensor | None = None,
+        accumulated: Tensor | None = None,
+        before: Sequence[Pending] = (),
     ) -> None:
         """Start the sum over ranks, into `total` if it is given: -> REDUCING.
 
         Adds to what earlier micro-batches left, or begins a new sum. `last`: no other one follows
-        in the step.
+        in the step. `accumulated` is summed, if it is given: what the work `before` makes of `sent`.
         """
         if add:
             total = unit.gradient
         elif total is None:
             total = torch.empty(len(unit.owned), device=sent[0].flat.device)
-        squares = self._new_squares(unit, last=last)
-        pending = self._reduction.reduce(sent, self._target(unit, total, squares, add=add))
-        message: tuple[GradSegment, ...] = ()
+        squares, message = None, tuple[GradSegment, ...]()
+        if last and self._plan.returns_squared_norms:
+            squares = torch.empty(unit.layout.shard_numel // SQUARES_BLOCK, device=unit.full.device)
+        target = self._target(unit, total, squares, add=add)
+        if accumulated is None:
+            pending = self._reduction.reduce(sent, target)
+        else:
+            pending = self._reduction.reduce_accumulated(accumulated, target)
         if last:
             pending, message = self._to_all(unit, total, pending)
-        unit.grad.reduce(pending, sent + message, total, squares)
+        unit.grad.reduce(all_of([*before, pending]), sent + message, total, squares, accumulated)
         self._reducing[self._slots[unit]] = unit
 
-    def _target(self, unit: Unit, total: Tensor, squares: Tensor | None, *, add: bool = False) -> Target:
+    def _target(self, unit: Unit, total: Tensor, squares: Tensor | None, *, add: bool) -> Target:
         """Where the sum of a unit's shard goes, in a buffer (n,) like `unit.master`."""
         feedback = None
         if unit.residuals is not None:
@@ -266,12 +265,11 @@ class Gradients:
         the one that has made them too.
         """
         leg = self._gather_sums[unit]
-        if leg is None:
+        if not leg.stages:
             return reduced, ()
         format, shard = leg.stages[0].format, total[unit.shard]
         if isinstance(format, torch.dtype):
             return leg.run(shard, total, after=reduced), ()
-        assert self._operations is not None
         codec, rotation = Codec(format, self._operations), None
         if isinstance(format, LloydMaxFormat):
             signs = Signs(_SUM_SIGNS_SEED, self._numbers[unit], self._iteration)
@@ -287,16 +285,10 @@ class Gradients:
             lost = unit.residuals.returned[None]
             feedback = Feedback(lost, self._divisor, self._gaps[unit])
             codec.encode_with(feedback, *sums)
-            feedback.clear_gaps()
+            clear(lost.view(-1), self._gaps[unit])
 
         def decode(messages: Tensor) -> None:
             codec.decode_each(messages.view(-1, len(message)), total, rotation, unit.owned.start)
 
         encoded = leg.first_stream.submit(encode)
         return leg.run(message, total, decode, encoded), (GradSegment(0, message),)
-
-    def _new_squares(self, unit: Unit, *, last: bool) -> Tensor | None:
-        """Memory for the sums of squares of a unit's last reduction of a step, if that finds them."""
-        if not (last and self._plan.returns_squared_norms):
-            return None
-        return torch.empty(unit.layout.shard_numel // SQUARES_BLOCK, device=unit.full.device)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,13 +10,13 @@ from torch import Tensor
 from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Placement, overlap, within
+from megatron_zpp.zero.held_states import WEIGHTS, HeldStates
 from megatron_zpp.zero.optimizer import SCALES, Optimizer
 from megatron_zpp.zero.sharded_unit import Residuals, Unit
 from megatron_zpp.zero.weights import Weights
 
-WEIGHTS, REFERENCE = "weights", "reference"  # as checkpoints name them
+REFERENCE = "reference"  # as checkpoints name it
 MOMENTUM = "momentum_buffer"  # of the matrices that Muon trains, as torch calls it
-SECOND_MOMENT = "exp_avg_sq"
 SENT_RESIDUAL, SUM_RESIDUAL = "residual_of_node_", "residual_of_sums"  # see Residuals; the first of each node
 CORRECTIONS = "_corrections"  # at the end of a name; see `name_beside`
 
@@ -69,58 +69,6 @@ def sources_of(kind: str, present: Collection[str], saved: Collection[str]) -> l
     return [each for each in saved if is_residual(each)] if kind == SUM_RESIDUAL else []
 
 
-class Held(NamedTuple):
-    """One kind of states of a unit, as a rank holds them: fp32, or a form of ops/state_codes.py.
-
-    `beside` has a byte for each block of numbers, or for each bf16 weight.
-    """
-
-    values: Tensor
-    beside: Tensor | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether they are fp32."""
-        return self.values.dtype == torch.float32
-
-    def part(self, elements: slice) -> "Held":
-        """Some elements, whole blocks if these have scales."""
-        if self.beside is None:
-            return Held(self.values[elements])
-        block = max(1, len(self.values) // max(1, len(self.beside)))
-        return Held(self.values[elements], self.beside[elements.start // block : -(-elements.stop // block)])
-
-    def decoded(self, kind: str) -> Tensor:
-        """The numbers in fp32: these themselves, or a copy."""
-        if self.is_plain:
-            return self.values
-        from megatron_zpp.ops.reference import tiles
-        from megatron_zpp.ops.state_codes import decode, joined_weights
-
-        decoded = torch.empty(len(self.values), device=self.values.device)
-        for here in tiles(len(decoded)):
-            values, beside = self.part(here)
-            if kind == WEIGHTS:
-                assert beside is not None
-                decoded[here] = joined_weights(values, beside)
-            else:
-                decoded[here] = decode(values, beside, second=kind == SECOND_MOMENT)
-        return decoded
-
-    def replace(self, kind: str, numbers: Tensor) -> None:
-        """Replace moments by fp32 numbers, rounded to the nearest of the form."""
-        from megatron_zpp.ops.reference import tiles
-        from megatron_zpp.ops.state_codes import FORMS, encode
-
-        for here in tiles(len(numbers)):
-            values, beside = self.part(here)
-            codes, scales = encode(numbers[here], FORMS[values.dtype], second=kind == SECOND_MOMENT)
-            values.copy_(codes)
-            if beside is not None:
-                assert scales is not None
-                beside.copy_(scales)
-
-
 def _named(values: dict[str, Tensor], placement: Placement) -> Tensor:
     return values[placement.name]
 
@@ -156,7 +104,7 @@ class ModelStates:
 
         Not a copy, unless the states are held in another form.
         """
-        return [held.decoded(kind) for held in self._held_shards(kind)]
+        return [held.decoded() for held in self._held_shards(kind)]
 
     def saved(self, kind: str) -> dict[str, list[Tensor]]:
         """`shards` as this rank holds them, by the names of checkpoints: not copies, in fp32 or another form.
@@ -179,7 +127,7 @@ class ModelStates:
             for dtype in sorted(dtypes - {"torch.float32"})
         }
 
-    def _held_shards(self, kind: str) -> list["Held"]:
+    def _held_shards(self, kind: str) -> list[HeldStates]:
         """What this rank holds of `shard_elements` of each unit."""
         parts = zip(self._held(kind), self.shard_elements(kind), self._elements_here(kind), strict=True)
         return [held.part(within(elements, here)) for held, elements, here in parts]
@@ -252,10 +200,7 @@ class ModelStates:
                 flat = torch.zeros(len(held.values), device=held.values.device)
                 yield unit, elements, flat
                 self._weights.wait_for_brought(index)  # it reads what is replaced of split weights
-                if kind == WEIGHTS:
-                    unit.replace_split(flat)
-                else:
-                    held.replace(kind, flat)
+                held.replace(flat)
             if kind == WEIGHTS:
                 self._weights.replaced(index)
             elif kind == REFERENCE:
@@ -295,21 +240,19 @@ class ModelStates:
         if self._weights.formats is not None:
             self._weights.formats.load_state(state, first_rank=self._mesh.rank == 0)
 
-    def _held(self, kind: str) -> list["Held"]:
+    def _held(self, kind: str) -> list[HeldStates]:
         if kind == WEIGHTS:
-            return [
-                Held(unit.gather_source, unit.master) if unit.is_split else Held(unit.master)
-                for unit in self._units
-            ]
+            return [unit.weights for unit in self._units]
         if kind == REFERENCE:
-            return [Held(reference) for reference in self._weights.own_references()]
+            return [HeldStates(kind, reference) for reference in self._weights.own_references()]
         if is_residual(kind):
             nothing = torch.empty(0, dtype=torch.bfloat16)
             tensors = [unit.residuals or Residuals(nothing, nothing) for unit in self._units]
             if kind == SUM_RESIDUAL:
-                return [Held(each.returned) for each in tensors]
+                return [HeldStates(kind, each.returned) for each in tensors]
             here = self._mesh.rank in owners_of(kind, self._mesh)
-            return [Held(each.sent if here else nothing) for each in tensors]
+            return [HeldStates(kind, each.sent if here else nothing) for each in tensors]
         states, none = iter(self._optimizer.states), dict[str, Tensor]()
         of_units = [none if unit.frozen else next(states) for unit in self._units]
-        return [Held(each.get(kind, torch.empty(0)), each.get(kind + SCALES)) for each in of_units]
+        nothing = torch.empty(0)
+        return [HeldStates(kind, each.get(kind, nothing), each.get(kind + SCALES)) for each in of_units]

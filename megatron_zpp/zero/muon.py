@@ -7,6 +7,7 @@ What crosses between nodes, and why: docs/internals/measurements/muon.md.
 """
 
 import math
+from collections.abc import Sequence
 from itertools import cycle, pairwise
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
+from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import ALIGNMENT, Placement
+from megatron_zpp.placement import ALIGNMENT, Piece
 from megatron_zpp.zero.model_states import MOMENTUM
 from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers, muon_passes
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
-from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, RuleOf, Scalars, zero_states
+from megatron_zpp.zero.optimizer import DeviceOptimizer, Group, Rates, RuleOf, Scalars, zero_states
 from megatron_zpp.zero.row_moments import RowMoments, by_parameter
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
@@ -89,8 +91,8 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         others = unit.layout.hull(of_matrices=False)
         return range(others.start, -(-others.stop // ALIGNMENT) * ALIGNMENT)  # whole blocks of states
 
-    def _changes(self, placement: Placement) -> bool:
-        return not placement.matrices
+    def _group_of(self, piece: Piece) -> Group | None:
+        return None if piece.placement.matrices else super()._group_of(piece)
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         super().begin_step(rates, divisor, found_inf)
@@ -110,17 +112,14 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
             exchanged = moments.scale(work.batches, self._numbers.found_inf) if moments else Pending()
             work.scatter(self._stream)
             exchanged.wait()
-        if index not in self._passes:
-            super().update(index)
-            return
-        unit = self._units[index]
-        # Codes are written when all weights have changed.
-        later = unit.plan.codes is not None or unit.layout.coded
-        source = None if later or unit.gathers_from_master else unit.gather_source
-        self._passes[index].apply(unit.master, source, self._numbers)
-        self._change(index, unit.grad.segments, source)
-        if later:
-            self._sources.write(unit)
+        super().update(index)
+
+    def _change(self, index: int, gradients: Sequence[GradSegment], source: Tensor | None) -> None:
+        if passes := self._passes.get(index):
+            unit = self._units[index]
+            # A message is written when all weights have changed.
+            passes.apply(unit.master, source if unit.plan.codes is None else None, self._numbers)
+        super()._change(index, gradients, source)
 
     def _bring(self, work: Round) -> Pending:
         """Let the momentum of a round's units take in their gradients, and bring its matrices together."""

@@ -1,7 +1,7 @@
 """What Muon does with each element of a unit, before and after Newton-Schulz."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,35 +34,26 @@ class StepNumbers(NamedTuple):
     steps: Tensor  # (); the number of the step, for random bits
 
 
-class MuonPasses(Protocol):
-    """The two passes over a unit's elements."""
+def muon_passes(given: MuonElements) -> "MuonPasses":
+    """Those of the device of the room."""
+    if given.room.is_cuda:
+        from megatron_zpp.zero.fused.muon import FusedPasses
+
+        return FusedPasses(given)
+    return MuonPasses(given)
+
+
+class MuonPasses:
+    """The two passes over a unit's elements: in plain torch, which waits for the device."""
+
+    def __init__(self, given: MuonElements) -> None:
+        self._given = given
 
     def average(self, gradients: Sequence[GradSegment], momentum: Tensor, numbers: StepNumbers) -> None:
         """Let the momentum take in the gradient, and write what is made orthogonal to the room.
 
         Momentum is fp32, or bf16 that is rounded stochastically as ops/state_codes.py says.
         """
-
-    def apply(self, master: Tensor, source: Tensor | None, numbers: StepNumbers) -> None:
-        """Change the master weights by what has become of it, and write them to `source` too."""
-
-
-def muon_passes(given: MuonElements) -> MuonPasses:
-    """Those of the device of the room."""
-    if given.room.is_cuda:
-        from megatron_zpp.zero.fused.muon import FusedPasses
-
-        return FusedPasses(given)
-    return PlainPasses(given)
-
-
-class PlainPasses:
-    """In plain torch, which waits for the device."""
-
-    def __init__(self, given: MuonElements) -> None:
-        self._given = given
-
-    def average(self, gradients: Sequence[GradSegment], momentum: Tensor, numbers: StepNumbers) -> None:
         if numbers.found_inf.item():
             return
         places, _, room, owned, states, unit, decay, nesterov = self._given
@@ -79,6 +70,7 @@ class PlainPasses:
                     segment.of(room[place.there :]).copy_(used)
 
     def apply(self, master: Tensor, source: Tensor | None, numbers: StepNumbers) -> None:
+        """Change the master weights by what has become of it, and write them to `source` too."""
         if numbers.found_inf.item():
             return
         for place, scale in zip(self._given.places, self._given.scales, strict=True):

@@ -6,6 +6,7 @@ An `Optimizer` steps all units of a rank. DeviceOptimizer and OffloadedOptimizer
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import copy_beside
 from megatron_zpp.exchange.segments import GradSegment, segments_inside
-from megatron_zpp.placement import Placement, overlap
+from megatron_zpp.placement import Piece, overlap
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import GatherSources
 
@@ -122,29 +123,24 @@ class _Steps(Optimizer, Generic[Scalars]):
             for unit, changed in zip(units, self._changed, strict=True)
         ]
         self.steps = torch.zeros((), device=units[0].master.device)
-        self._scalars: dict[_Group, Scalars] = {}  # of the present step; none if it is skipped
+        self._scalars: dict[Group, Scalars] = {}  # of the present step; none if it is skipped
         self._allocate()
 
     def _allocate(self) -> None:
         """Allocate what a step needs beside the states."""
 
-    def _changes(self, placement: Placement) -> bool:
-        """Whether the rule changes a parameter."""
-        return True
+    def _group_of(self, piece: Piece) -> "Group | None":
+        """None if the rule does not change the parameter."""
+        return Group(piece.placement.decoupled, piece.placement.rate_factor)
 
     def _runs_of(self, unit: Unit, changed: range) -> list["_Run"]:
         """The runs of a part of this rank's shard; a gap belongs to the run before it."""
-        first = changed.start - unit.owned.start
-        starts: list[tuple[int, _Group | None]] = []
-        for piece in unit.layout.pieces_in(changed):
-            group = _Group(piece.placement.decoupled, piece.placement.rate_factor)
-            changes = group if self._changes(piece.placement) else None
-            if not starts or starts[-1][1] != changes:
-                starts.append((piece.at.start - unit.owned.start if starts else first, changes))
-        starts = starts or [(first, _Group(decoupled=False, factor=1.0))]  # padding alone
-        stops = [start for start, _ in starts[1:]] + [first + len(changed)]
-        runs = zip(starts, stops, strict=True)
-        return [_Run(range(start, stop), group) for (start, group), stop in runs if group is not None]
+        pieces = groupby(unit.layout.pieces_in(changed), self._group_of)
+        starts = [(group, next(of_group).at.start) for group, of_group in pieces]
+        groups = [group for group, _ in starts] or [Group(decoupled=False, factor=1.0)]  # padding alone
+        ends = pairwise([changed.start, *(start for _, start in starts[1:]), changed.stop])
+        elements = (range(start - unit.owned.start, stop - unit.owned.start) for start, stop in ends)
+        return [_Run(run, group) for run, group in zip(elements, groups, strict=True) if group is not None]
 
     def compute_scalars(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """Let the units that follow in a step have other arguments than `begin_step` got."""
@@ -156,11 +152,12 @@ class _Steps(Optimizer, Generic[Scalars]):
     def _change(self, index: int, gradients: Sequence[GradSegment], source: Tensor | None) -> None:
         """Change the master weights and states of unit `index`; write what is gathered to `source`, if given.
 
-        A message cannot be cut: where there are several runs it is written when all have changed.
+        A message cannot be cut: unless one run is all of the shard, it is written when all have changed.
         """
         unit, runs = self._units[index], self._runs[index]
         is_message = source is not None and unit.plan.codes is not None
-        by_rule = self._rule.writes_gather_source and not (is_message and len(runs) > 1)
+        cut = len(runs) > 1 or self._changed[index] != unit.owned
+        by_rule = self._rule.writes_gather_source and not (is_message and cut)
         whole = source if by_rule else None
         before = self._changed[index].start - unit.owned.start  # elements of the shard without states
         for run in runs:
@@ -238,7 +235,7 @@ class OffloadedOptimizer(_Steps[Scalars]):
             torch.cuda.current_stream().wait_event(copy_beside(self._stream, unit.gather_source, new))
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """Parameters of one learning rate: the second if `decoupled`, times a factor, which epsilon has too."""
 
     decoupled: bool
@@ -249,7 +246,7 @@ class _Run(NamedTuple):
     """Elements of this rank's shard of a unit that are of one group."""
 
     elements: range
-    group: _Group
+    group: Group
 
 
 def zero_states(

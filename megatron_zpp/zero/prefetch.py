@@ -69,7 +69,6 @@ class Prefetcher:
         for index in range(len(plan.weights)):
             self._allow_reads(index, self.always_gathered)
         self._phase, reads = Phase.FORWARD, plan.reads
-        self._units_at = reads.units  # of each place
         self._forward, self._backward = reads.orders
         # Where in `_backward` a place is recomputed, and where its gradients are made.
         self._recomputed_at: dict[int, int] = {}
@@ -125,14 +124,12 @@ class Prefetcher:
 
         In the backward phase this is a recomputation.
         """
-        for index in self._units_at[place]:
-            self._need(index)
         if self._phase is Phase.FORWARD:
-            self._start_ahead(self._forward, place)
+            self._read(self._forward, place)
             return
         if place == self._to_recompute:
             self._to_recompute = None
-        self._start_ahead(self._backward, self._recomputed_at[place])
+        self._read(self._backward, self._recomputed_at[place])
 
     def before_backward(self, place: int) -> None:
         """Gather what is needed now that the gradient of one of a place's outputs has arrived.
@@ -143,16 +140,12 @@ class Prefetcher:
         if place not in self._gradients_at or place == self._to_recompute:
             return
         assert self._to_recompute is None, f"place {self._to_recompute} was to be recomputed and was not"
+        at = self._gradients_at[place]
         if place in self._first_of and place not in self._recomputed:
-            self._to_recompute, first = place, self._first_of[place]
+            self._to_recompute = place
             self._recomputed.add(place)
-            for index in self._units_at[first]:
-                self._need(index)
-            self._start_ahead(self._backward, self._recomputed_at[first])
-            return
-        for index in self._units_at[place]:
-            self._need(index)
-        self._start_ahead(self._backward, self._gradients_at[place])
+            at = self._recomputed_at[self._first_of[place]]
+        self._read(self._backward, at)
 
     def wait_for_gather_of(self, index: int) -> None:
         """Let the compute wait for a gather of unit `index` that is under way, if there is one.
@@ -172,8 +165,13 @@ class Prefetcher:
             if self._weights[slot.holder] is WeightState.GATHERING:  # else they changed meanwhile
                 self._weights[slot.holder] = WeightState.GATHERED
 
-    def _start_ahead(self, order: Sequence[tuple[int, ...]], at: int) -> None:
-        """Start the gathers of the units that are read next, up to one whose slot has yet to be read."""
+    def _read(self, order: Sequence[tuple[int, ...]], at: int) -> None:
+        """Gather the units that are read now.
+
+        Start the gathers of those that are read next, up to one whose slot has yet to be read.
+        """
+        for index in order[at]:
+            self._need(index)
         found, taken = {order[at]}, {self._slots[index] for index in order[at]}
         for units in order[at + 1 :]:
             if units in found:

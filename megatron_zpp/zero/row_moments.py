@@ -48,7 +48,8 @@ class RowMoments:
         self.parts = [
             (matrix, part)
             for matrices, flat in zip(work.matrices, by_rank, strict=True)
-            for matrix, part in zip(matrices, _cut(flat, [len(each.rows) for each in matrices]), strict=True)
+            for sizes in [[len(each.rows) for each in matrices]]
+            for matrix, part in zip(matrices, flat[: sum(sizes)].split(sizes), strict=True)
         ]
 
     def scale(self, batches: Sequence[Tensor], skipped: Tensor) -> Pending:
@@ -65,7 +66,3 @@ def by_parameter(rounds: Iterable[RowMoments]) -> dict[str, list[Tensor]]:
     for matrix, moments in sorted(parts, key=lambda part: part[0].rows.start):
         found.setdefault(matrix.placement.name, []).append(moments)
     return found
-
-
-def _cut(flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    return flat[: sum(sizes)].split(list(sizes))

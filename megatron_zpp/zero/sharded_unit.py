@@ -36,7 +36,7 @@ A `Unit` itself never changes. prefetch.py keeps where its weights are (`WeightS
 has come is in `grad`, which gradients.py alone changes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.placement import Layout, Placement, within
+from megatron_zpp.zero.held_states import WEIGHTS, HeldStates
 from megatron_zpp.zero.read_guard import ReadGuard
 from megatron_zpp.zero.weight_plan import WeightPlan
 
@@ -138,6 +139,12 @@ class Encoded(NamedTuple):
     weights: Tensor  # (n,) fp32
     codes: Tensor  # (n,) bytes
 
+    def parts(self, layout: Layout) -> Iterator[tuple[str, slice]]:
+        """The coded parameters of which a part is among the `elements`, and which of these it is."""
+        for piece in layout.pieces_in(self.elements):
+            if piece.placement.coded:
+                yield piece.placement.name, within(piece.at, self.elements)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Unit:
@@ -150,12 +157,10 @@ class Unit:
     master: Tensor
     gather_source: Tensor
     kept: Tensor | None
-    own_kept: Tensor | None  # this rank's shard in it
     message: Tensor | None
     encoded: Encoded | None
     residuals: Residuals | None
     gaps: tuple[slice, ...]  # elements of `kept` that belong to no parameter
-    wide_dtype: torch.dtype  # of the parameters that are not held as codes
     guard: ReadGuard  # of all of them
     grad: UnitGradient = field(default_factory=UnitGradient)
 
@@ -182,9 +187,14 @@ class Unit:
     @property
     def reference(self) -> Tensor:
         """What is kept, where weight differences are sent."""
-        assert self.message is not None
         assert self.kept is not None
         return self.kept
+
+    @cached_property
+    def own_kept(self) -> Tensor:
+        """This rank's shard in what is kept."""
+        assert self.kept is not None
+        return self.kept[within(self.owned, self.plan.kept_elements)]
 
     @property
     def gradient(self) -> Tensor:
@@ -202,23 +212,10 @@ class Unit:
         """Whether the master weights are the gather source and, in `master`, a byte beside each."""
         return self.master.dtype == torch.uint8
 
-    def weights(self, elements: slice) -> Tensor:
-        """Some elements of the master weights, in fp32: these themselves, or a copy."""
-        if not self.is_split:
-            return self.master[elements]
-        from megatron_zpp.ops.state_codes import joined_weights
-
-        return joined_weights(self.gather_source[elements], self.master[elements])
-
-    def replace_split(self, weights: Tensor) -> None:
-        """Replace master weights that are split by fp32 ones, rounded to 24 bits."""
-        from megatron_zpp.ops.reference import tiles
-        from megatron_zpp.ops.state_codes import split_weights
-
-        for here in tiles(len(weights)):
-            upper, corrections = split_weights(weights[here])
-            self.gather_source[here].copy_(upper)
-            self.master[here].copy_(corrections)
+    @property
+    def weights(self) -> HeldStates:
+        """The `owned` master weights."""
+        return HeldStates(WEIGHTS, *((self.gather_source, self.master) if self.is_split else (self.master,)))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parameters' parts of a buffer (n,), each in its parameter's shape."""
@@ -242,7 +239,3 @@ class Unit:
         pieces = self.layout.pieces_in(self.owned)
         others = (piece.at.start for piece in pieces if not piece.placement.decays)
         return next(others, self.owned.stop) - self.owned.start
-
-    def segments(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The parts of a buffer like `master` with and without weight decay."""
-        return flat[: self.decayed], flat[self.decayed :]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.sections import GRADIENT_NORM, WAIT_REDUCTIONS, Sections
@@ -72,10 +73,8 @@ class StepSums:
 
     def _counted(self, unit: Unit) -> Tensor:
         """This rank's shard of the master weights, without those that another tensor rank counts."""
-        elsewhere, shard = self._gradients.counted_elsewhere(unit), unit.weights(unit.shard)
-        if not elsewhere:
-            return shard
-        counted = shard.clone()
-        for elements in elsewhere:
-            counted[elements.start : elements.stop].zero_()
+        elsewhere, shard = self._gradients.counted_elsewhere[unit], unit.weights.part(unit.shard).decoded()
+        counted = shard.clone() if elsewhere else shard
+        for blocks in elsewhere:
+            counted.view(-1, SQUARES_BLOCK)[blocks.start : blocks.stop].zero_()
         return counted

@@ -39,15 +39,6 @@ class TensorShare:
             return ()
         return tuple(index for index, each in enumerate(layout.placements) if each.split is None)
 
-    def start_sum(self, gradients: Sequence[Tensor], replicated: Sequence[int]) -> "ReplicatedSum":
-        """Start to sum those of a unit's `gradients` that are `replicated` over the group, in fp32."""
-        assert self.group is not None
-        parts = [gradients[index] for index in replicated]
-        dtype = torch.promote_types(parts[0].dtype, torch.float32)
-        joined = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
-        torch._foreach_copy_(_views(joined, parts), parts)
-        return ReplicatedSum(self.group, self.group.start_sum(joined), parts)
-
     def counted_elsewhere(self, layout: Layout, owned: range) -> list[range]:
         """The blocks of squares of the `owned` elements that another rank of the group counts."""
         if self.group is None or self.group.rank == 0:
@@ -64,9 +55,12 @@ class TensorShare:
 class ReplicatedSum:
     """The sum of a unit's replicated gradients over tensor ranks, under way."""
 
-    def __init__(self, group: TensorGroup, started: Tensor, parts: Sequence[Tensor]) -> None:
-        """`parts` are what is summed, and where the sums go."""
-        self._group, self._started, self._parts = group, started, list(parts)
+    def __init__(self, group: TensorGroup, parts: list[Tensor]) -> None:
+        """Start to sum the gradients `parts` over the group, in fp32; the sums go to the same place."""
+        dtype = torch.promote_types(parts[0].dtype, torch.float32)
+        joined = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
+        torch._foreach_copy_(_views(joined, parts), parts)
+        self._group, self._started, self._parts = group, group.start_sum(joined), parts
 
     def into(self, segments: Sequence[GradSegment], layout: Layout, replicated: Sequence[int]) -> None:
         """Let the sums go to where `segments` of the unit's gradient have the `replicated` parameters."""

@@ -6,7 +6,7 @@ master weights. Where weight differences cross nodes, it encodes its part of the
 have been applied: the ranks that have the same part then write the same codes, and no codes cross nodes.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -71,9 +71,14 @@ class ProductScaling(Protocol):
 class GatherSources:
     """Writes what the next gathers send."""
 
-    def __init__(self, operations: Operations | None, codes: WeightEncoder | None) -> None:
+    def __init__(self, operations: Operations, codes: WeightEncoder | None) -> None:
         """`operations` encode messages, `codes` the weights that are held as codes."""
         self._operations, self._codes = operations, codes
+
+    def begin_step(self) -> None:
+        """All weights are about to change, and with them their codes."""
+        if self._codes is not None:
+            self._codes.begin()
 
     def write(self, unit: Unit, room: Tensor | None = None) -> None:
         """Write the gather source of a unit from its master weights: codes, a message, or its shard.
@@ -88,7 +93,6 @@ class GatherSources:
             return
         room = unit.gather_source if room is None else room
         if (format := unit.plan.codes) is not None:
-            assert self._operations is not None
             self._operations.quantize(unit.master.to(room.device)[None], room[None], format)
         else:
             copy(room, unit.master)
@@ -101,7 +105,6 @@ class GatherSources:
         if unit.encoded is None or unit.message is not None:
             self.write(unit)
         if unit.message is not None:
-            assert unit.own_kept is not None
             unit.own_kept.copy_(unit.gather_source.bfloat16())
 
     def encode(self, unit: Unit) -> None:
@@ -110,34 +113,25 @@ class GatherSources:
         assert unit.encoded is not None
         owned, weights, codes = unit.encoded
         weights = weights.to(codes.device)  # those of an offloaded optimizer are on the CPU
-        for name, part in coded_parts(unit):
+        for name, part in unit.encoded.parts(unit.layout):
             self._codes.encode(name, weights[part], codes[part])
         if unit.layout.wide.start in owned:
             wide = within(unit.layout.wide, owned)
-            room = codes[wide.start : 2 * wide.stop - wide.start].view(unit.wide_dtype)
+            room = codes[wide.start : 2 * wide.stop - wide.start].view(unit.parameters[0].dtype)
             room.copy_(weights[wide])
 
+    def encode_all(self, units: Sequence[Unit], mesh: Mesh) -> None:
+        """Encode the weights of all coded units: at a start, or after they were loaded.
 
-def coded_parts(unit: Unit) -> Iterator[tuple[str, slice]]:
-    """The names of the coded parameters of which this rank encodes a part, and its elements of `encoded`."""
-    assert unit.encoded is not None
-    for piece in unit.layout.pieces_in(unit.encoded.elements):
-        if piece.placement.coded:
-            yield piece.placement.name, within(piece.at, unit.encoded.elements)
-
-
-def write_all_codes(units: Sequence[Unit], codes: WeightEncoder, sources: GatherSources, mesh: Mesh) -> None:
-    """Encode the weights of all coded units: at a start, or after they were loaded.
-
-    Every rank of the job must call it. Without scales of earlier steps each weight is scaled by itself.
-    """
-    coded = [unit for unit in units if unit.encoded is not None]
-    parts = (
-        (name, unit.encoded.weights[part].to(unit.full.device))
-        for unit in coded
-        if unit.encoded is not None
-        for name, part in coded_parts(unit)
-    )
-    codes.start(parts, partial(largest_over_ranks, mesh=mesh))
-    for unit in coded:
-        sources.encode(unit)
+        Every rank of the job must call it. Without scales of earlier steps each weight is scaled by itself.
+        """
+        assert self._codes is not None
+        coded = [(unit, unit.encoded) for unit in units if unit.encoded is not None]
+        parts = (
+            (name, encoded.weights[part].to(unit.full.device))
+            for unit, encoded in coded
+            for name, part in encoded.parts(unit.layout)
+        )
+        self._codes.start(parts, partial(largest_over_ranks, mesh=mesh))
+        for unit, _ in coded:
+            self.encode(unit)

@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import Pending
 from megatron_zpp.exchange.codecs import clear
 from megatron_zpp.exchange.differences import apply, encode
-from megatron_zpp.exchange.gathers import Leg
 from megatron_zpp.exchange.route import CodeFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.communication import Communication
@@ -18,7 +17,7 @@ from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.prefetch import Prefetcher
 from megatron_zpp.zero.sections import Sections
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.weight_codes import GatherSources, WeightEncoder, write_all_codes
+from megatron_zpp.zero.weight_codes import GatherSources
 
 
 class Weights:
@@ -33,11 +32,9 @@ class Weights:
         communication: Communication,
         sections: Sections,
         sources: GatherSources,
-        *,
-        operations: Operations | None,
-        codes: WeightEncoder | None = None,
+        operations: Operations,
     ) -> None:
-        """`sources` writes what the gathers send; `codes` encodes the weights that are held as codes."""
+        """`sources` writes what the gathers send, codes of weights among it."""
         self._units, self._legs, self._mesh = units, communication.legs, communication.plan.mesh
         self._operations = operations
         self._sources = sources
@@ -49,8 +46,8 @@ class Weights:
         )
         self._brought: dict[int, Pending] = {}  # by unit: the newest work that fills what is kept
         self._due = {index for index, unit in enumerate(units) if unit.kept is not None}  # to be brought
-        self._codes = codes
-        self._codes_present = codes is None  # False: master weights have changed since they were encoded
+        self._coded = [index for index, unit in enumerate(units) if unit.layout.coded]
+        self._codes_present = not self._coded  # False: master weights have changed since they were encoded
         self.formats: DifferenceFormats | None = None
         if (format := communication.plan.differences) is not None:
             device = units[0].full.device
@@ -66,23 +63,20 @@ class Weights:
         """
         if self._codes_present:
             return
-        assert self._codes is not None
-        coded = [index for index, unit in enumerate(self._units) if unit.layout.coded]
-        for index in coded:
+        for index in self._coded:
             self.prefetcher.wait_for_gather_of(index)  # which reads the gather source
             if self._units[index].message is not None:
                 self._bring(index)
-        for index in coded:
+        for index in self._coded:
             self.wait_for_brought(index)
-        write_all_codes(self._units, self._codes, self._sources, self._mesh)
-        for index in coded:
+        self._sources.encode_all(self._units, self._mesh)
+        for index in self._coded:
             self.prefetcher.changed(index)
         self._codes_present = True
 
     def begin_step(self) -> None:
         """The optimizer begins to change the weights."""
-        if self._codes is not None:
-            self._codes.begin()
+        self._sources.begin_step()
         self.prefetcher.begin_step()
 
     def updated(self, index: int, found_inf: Tensor) -> None:
@@ -110,17 +104,14 @@ class Weights:
         self.wait_for_brought(index)
         if self._units[index].kept is not None:
             self._due.add(index)
-        self._codes_present = self._codes is None
+        self._codes_present = not self._coded
         self.prefetcher.changed(index)
 
     def own_references(self) -> list[Tensor]:
         """This rank's part of the reference of each unit; a copy of the weights where no node needs one."""
         for index in range(len(self._units)):
             self.wait_for_brought(index)
-        return [
-            unit.master.clone() if unit.message is None or unit.own_kept is None else unit.own_kept
-            for unit in self._units
-        ]
+        return [unit.master.clone() if unit.message is None else unit.own_kept for unit in self._units]
 
     def differing_references(self) -> str | None:
         """The first unit whose reference is not the same on all nodes, and the ranks; None if all are.
@@ -151,10 +142,8 @@ class Weights:
             self._brought[index].wait()
 
     def _fill(self, index: int) -> Pending:
-        """Start to fill a unit's slot, from what is kept if something is."""
+        """Start to fill a unit's slot, from what is kept if something is, unless it was written in place."""
         unit, leg = self._units[index], self._legs[index].fill
-        if leg is None:  # written in place: each node is one rank, and holds the unit by itself
-            return Pending()
         if unit.kept is None:
             return leg.run(unit.gather_source, unit.full, self._decoding(unit, unit.full))
         if index in self._due:
@@ -166,15 +155,13 @@ class Weights:
 
     def _bring(self, index: int) -> None:
         """Start to fill what is kept with weights. Where a reference is kept, with all of what it is."""
-        unit, leg = self._units[index], _leg(self._legs[index].bring)
+        unit = self._units[index]
         assert unit.kept is not None
-        assert unit.own_kept is not None
         self._due.discard(index)
-        if unit.message is not None:
-            self._brought[index] = leg.run(unit.own_kept, unit.kept)
-        else:
-            take = self._decoding(unit, unit.kept)
-            self._brought[index] = leg.run(unit.gather_source, unit.kept, take)
+        source, take = unit.own_kept, None
+        if unit.message is None:
+            source, take = unit.gather_source, self._decoding(unit, unit.kept)
+        self._brought[index] = self._legs[index].bring.run(source, unit.kept, take)
 
     def _exchange(self, index: int, found_inf: Tensor) -> None:
         """Move the reference of a unit towards the weights of all owners, by their differences.
@@ -184,10 +171,8 @@ class Weights:
         """
         unit, formats = self._units[index], self.formats
         assert formats is not None
-        assert self._operations is not None
         assert unit.message is not None
         sent = formats.sent(index)
-        assert unit.own_kept is not None
         squares = self._squares[: 2 * (unit.layout.shard_numel // formats.format.block)].view(2, -1)
         message = encode(
             self._operations,
@@ -201,11 +186,10 @@ class Weights:
         )
         torch.sum(squares, dim=1, dtype=torch.float64, out=formats.measured[index])
         take = partial(self._apply, unit, sent)
-        self._brought[index] = _leg(self._legs[index].bring).run(message, unit.reference, take)
+        self._brought[index] = self._legs[index].bring.run(message, unit.reference, take)
 
     def _apply(self, unit: Unit, sent: CodeFormat, messages: Tensor) -> None:
         """Codes have no zero, so blocks that end in a gap would write noise there."""
-        assert self._operations is not None
         parts = len(unit.reference) // unit.layout.shard_numel
         apply(self._operations, messages.view(parts, -1), unit.reference, sent)
         clear(unit.reference, unit.gaps)
@@ -217,16 +201,10 @@ class Weights:
         format, operations = unit.plan.codes, self._operations
         if format is None:
             return None
-        assert operations is not None
         parts = len(target) // len(unit.owned)
         return lambda messages: operations.dequantize(
             messages.view(parts, -1), target.view(parts, -1), format
         )
-
-
-def _leg(leg: Leg | None) -> Leg:
-    assert leg is not None
-    return leg
 
 
 def _digest(flat: Tensor) -> Tensor:

@@ -223,18 +223,19 @@ class Round:
         # The memory of what is sent there has what comes back, and the other way around.
         ours = room.take(sum(len(elements) for rank in order for _, elements in parts[rank]))
         others = room.take(sum(view.numel() for rank in order[1:] for view in views[rank]))
-        leaving = _cut(ours, {rank: [len(elements) for _, elements in mine[rank]] for rank in order})
-        returned = _cut(ours, {rank: [len(elements) for _, elements in parts[rank]] for rank in order})
-        arrived = _cut(others, {rank: [view.numel() for view in theirs[rank]] for rank in order[1:]})
-        replies = _cut(others, {rank: [view.numel() for view in views[rank]] for rank in order[1:]})
-        self._there = _Exchange(mesh.rank, ours, leaving, others, arrived)
-        self._back = _Exchange(mesh.rank, others, replies, ours, returned)
-        arrived[mesh.rank] = replies[mesh.rank] = leaving[mesh.rank]
-        self._unpacked = _pairs(order, theirs, arrived)
-        self._packed = _pairs(order, views, replies)
+        leaving = _Cut(ours, order, {rank: [len(elements) for _, elements in mine[rank]] for rank in order})
+        returned = _Cut(ours, order, {rank: [len(elements) for _, elements in parts[rank]] for rank in order})
+        arrived = _Cut(others, order, {rank: [view.numel() for view in theirs[rank]] for rank in order[1:]})
+        replies = _Cut(others, order, {rank: [view.numel() for view in views[rank]] for rank in order[1:]})
+        self._there, self._back = (leaving, arrived), (replies, returned)
+        arrived.parts[mesh.rank] = replies.parts[mesh.rank] = leaving.parts[mesh.rank]
+        self._unpacked = _pairs(order, theirs, arrived.parts)
+        self._packed = _pairs(order, views, replies.parts)
         for rank in order:
-            starts = [_start(part) for part in leaving[rank]] + [None] * len(kept[rank])
-            for (matrix, elements), there, back in zip(parts[rank], starts, returned[rank], strict=True):
+            starts = [_start(part) for part in leaving.parts[rank]] + [None] * len(kept[rank])
+            for (matrix, elements), there, back in zip(
+                parts[rank], starts, returned.parts[rank], strict=True
+            ):
                 places.append(Place(matrix, elements, there, _start(back)))
         places.sort(key=lambda place: place.elements.start)
         units = sorted({matrix.unit for matrix in matrices})
@@ -243,7 +244,7 @@ class Round:
     @property
     def sent(self) -> int:
         """Elements that this rank sends to others, both ways."""
-        return self._there.sent.numel() + self._back.sent.numel()
+        return sum(cut.of_others.numel() for cut, _ in (self._there, self._back))
 
     @property
     def rows(self) -> int:
@@ -255,7 +256,7 @@ class Round:
         """Bring what all ranks of the node have written to the `there` of their places to their matrices."""
 
         def bring() -> None:
-            self._there.run(stream)
+            _exchange(stream, *self._there)
             if self._unpacked[0]:
                 views, flats = self._unpacked
                 torch._foreach_copy_(views, flats)
@@ -267,21 +268,28 @@ class Round:
         if self._packed[0]:
             views, flats = self._packed
             torch._foreach_copy_(flats, views)
-        stream.submit(lambda: self._back.run(stream)).wait()
+        stream.submit(lambda: _exchange(stream, *self._back)).wait()
 
 
-_Cut = dict[int, list[Tensor]]  # memory in consecutive parts, by the rank that they come from or go to
+class _Cut:
+    """Memory in consecutive parts, by the rank that they come from or go to: first this one, whose stay.
+
+    `counts`: bytes by other rank, in the order of ranks, and 0 of this one.
+    """
+
+    def __init__(self, flat: Tensor, order: Sequence[int], sizes: Mapping[int, Sequence[int]]) -> None:
+        numels = {rank: sum(sizes.get(rank, ())) for rank in order}
+        used = flat[: sum(numels.values())]
+        parts = iter(used.split([size for of in sizes.values() for size in of]))
+        self.parts = {rank: [next(parts) for _ in of] for rank, of in sizes.items()}
+        self.of_others = used[numels[order[0]] :]
+        self.counts = [0 if rank == order[0] else numels[rank] * flat.itemsize for rank in sorted(order)]
 
 
-class _Exchange:
-    """Sends memory to other ranks, and receives theirs; what is of this rank itself comes first and stays."""
-
-    def __init__(self, rank: int, sent: Tensor, sent_parts: _Cut, received: Tensor, parts: _Cut) -> None:
-        self._counts = _bytes_by_rank(parts, rank), _bytes_by_rank(sent_parts, rank)
-        self.sent, self._received = _of_others(sent, sent_parts, rank), _of_others(received, parts, rank)
-
-    def run(self, stream: CommStream) -> None:
-        stream.exchange(self._received.view(torch.uint8), self.sent.view(torch.uint8), self._counts)
+def _exchange(stream: CommStream, sent: _Cut, received: _Cut) -> None:
+    """Send memory to other ranks, and receive theirs."""
+    counts = received.counts, sent.counts
+    stream.exchange(received.of_others.view(torch.uint8), sent.of_others.view(torch.uint8), counts)
 
 
 def _start(part: Tensor) -> int:
@@ -289,23 +297,10 @@ def _start(part: Tensor) -> int:
     return int(part.storage_offset())
 
 
-def _cut(flat: Tensor, sizes: Mapping[int, Sequence[int]]) -> _Cut:
-    parts = iter(flat[: sum(map(sum, sizes.values()))].split([size for of in sizes.values() for size in of]))
-    return {rank: [next(parts) for _ in of] for rank, of in sizes.items()}
+_Parts = Mapping[int, Sequence[Tensor]]  # by rank
 
 
-def _of_others(flat: Tensor, parts: _Cut, rank: int) -> Tensor:
-    sizes = {other: sum(part.numel() for part in of) for other, of in parts.items()}
-    return flat[sizes.get(rank, 0) : sum(sizes.values())]
-
-
-def _bytes_by_rank(parts: _Cut, own: int) -> list[int]:
-    """What is sent to, or received from each rank in turn, of which one is this rank."""
-    ranks = sorted({*parts, own})
-    return [0 if rank == own else sum(part.nbytes for part in parts[rank]) for rank in ranks]
-
-
-def _pairs(order: Sequence[int], views: _Cut, flats: _Cut) -> tuple[list[Tensor], list[Tensor]]:
+def _pairs(order: Sequence[int], views: _Parts, flats: _Parts) -> tuple[list[Tensor], list[Tensor]]:
     """Views of matrices, and consecutive memory in their shapes."""
     pairs = [pair for rank in order for pair in zip(views[rank], flats[rank], strict=True)]
     return [view for view, _ in pairs], [flat.view(view.shape) for view, flat in pairs]

@@ -42,9 +42,7 @@ def mesh_of(sizes: Sizes, rank: int = 0) -> Mesh:
 class Opened:
     """What `plan` names, on this rank of a job. Its streams allocate what the plan says."""
 
-    def __init__(
-        self, plan: CommunicationPlan, kernels: Operations | None, watch: "Watch | None" = None
-    ) -> None:
+    def __init__(self, plan: CommunicationPlan, kernels: Operations, watch: "Watch | None" = None) -> None:
         mesh = plan.mesh
         self._ledger, self.allocated = TrafficLedger(mesh), list[int]()
         kind: Callable[..., CommStream] = CommStream

@@ -114,7 +114,7 @@ class Held:
     def fill(self, master: Tensor, step: int) -> Pending:
         """Start to bring and to fill what a step has changed to `master` (n / shards,)."""
         plan, kernels, (_, bring, fill) = self.plan, self._kernels, self._legs
-        target = self.kept if bring else self.full
+        leg, target = (bring, self.kept) if plan.bring else (fill, self.full)
         if not plan.first:
             self.full.copy_(master)
             return Pending()
@@ -124,7 +124,7 @@ class Held:
             source = encode(
                 kernels,
                 master,
-                bring.own(self.kept),
+                leg.own(target),
                 self._message,
                 torch.tensor(float(step == SKIPPED), device=master.device),
                 coded=coded,
@@ -139,10 +139,10 @@ class Held:
             )
         else:
             if plan.sends_from_target:
-                source = (bring or fill).own(target)
+                source = leg.own(target)
             source.copy_(coded_as(master, plan))
-        brought = (bring or fill).run(source, target, take)
-        return fill.run(target, self.full, after=brought) if bring else brought
+        brought = leg.run(source, target, take)
+        return fill.run(target, self.full, after=brought) if plan.bring else brought
 
 
 def coded_as(master: Tensor, plan: WeightPlan) -> Tensor:

@@ -17,7 +17,7 @@ from megatron_zpp.exchange.codecs import Rotation, clear
 from megatron_zpp.exchange.reductions import Target
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.exchange.segments import GradSegment
-from megatron_zpp.exchange.sums import sum_squares
+from megatron_zpp.exchange.sums import TORCH_SUMS
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.placement import Layout, within
@@ -66,7 +66,7 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
     device = this_device()
     engines = case.peer_writes if device.type == "cpu" else copy_engines(mesh)
     plan = case.plan(mesh, copy_engines=engines)
-    kernels = operations() if case.kernels else None
+    kernels = operations() if case.kernels else TORCH_SUMS
     opened = Opened(plan, kernels, watch)
     reduction, legs = opened.communication.reduction, opened.communication.legs
     whole = [torch.zeros(layout.numel, device=device) for layout in plan.layouts]
@@ -109,7 +109,7 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
                 pending = reduction.reduce_accumulated(accumulated[unit], target._replace(add=False))
             else:
                 pending = reduction.reduce(parts, target)
-            if last and (leg := legs[unit].sums) is not None:
+            if last and (leg := legs[unit].sums).stages:
                 if weights.sums:
                     pending = leg.run(shard, total, after=pending)
                 else:
@@ -123,7 +123,7 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
         zip(totals, shards, squares, strict=True) if plan.returns_squared_norms else ()
     ):
         its_squares = torch.empty_like(found)
-        sum_squares(kernels, total[shard], its_squares)
+        kernels.sum_squares(total[shard], its_squares)
         any_order = 0 if case.kernels else 2 * 256 * 2**-24  # torch's depends on how many sums there are
         torch.testing.assert_close(found, its_squares, rtol=any_order, atol=0, equal_nan=True)
     return [total.cpu().numpy().tobytes() for total in totals]

@@ -16,7 +16,7 @@ from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.placement import Placement
 from megatron_zpp.zero import newton_schulz, whole_matrices
-from megatron_zpp.zero.muon_passes import MuonElements, MuonPasses, PlainPasses, StepNumbers
+from megatron_zpp.zero.muon_passes import MuonElements, MuonPasses, StepNumbers
 from megatron_zpp.zero.whole_matrices import Matrix, Place
 from tests.gpu.ranks import on_gpus
 from tests.zero import test_muon as cases
@@ -116,7 +116,7 @@ def test_passes_are_those_of_plain_torch(unit: int, made: torch.dtype, found_inf
         passes.apply(master, source if unit > 1 else None, numbers)
         return [room, momentum, master, source]
 
-    for mine, plain in zip(results(FusedPasses), results(PlainPasses), strict=True):
+    for mine, plain in zip(results(FusedPasses), results(MuonPasses), strict=True):
         assert torch.allclose(mine.float(), plain.float(), atol=2e-6, rtol=2 * torch.finfo(mine.dtype).eps)
 
 

@@ -81,7 +81,7 @@ def test_losses_are_those_of_fp32_states_but_for_rounding(forms: str) -> None:
     assert ours[-1] < 0.6 * ours[0]
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(plain), rtol=0.02, atol=0)
     for unit in engine.units:
-        weights = unit.weights(slice(0, len(unit.owned)))
+        weights = unit.weights.decoded()
         assert not any(weights[gap].any() for gap in unit.layout.gaps_in(unit.owned))
         assert torch.equal(unit.gather_source.float(), unit.full[: len(unit.owned)].float())
 

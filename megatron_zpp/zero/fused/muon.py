@@ -14,18 +14,18 @@ from torch import Tensor
 
 from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.ops.state_codes import SEED
-from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers
+from megatron_zpp.zero.muon_passes import MuonElements, MuonPasses, StepNumbers
 
 _BLOCK, _WARPS = 4096, 8
 _SEED, BLOCK = tl.constexpr(SEED), tl.constexpr(_BLOCK)
 _ALIGNED = 16  # elements, at most: what the compiler gains by more is nothing
 
 
-class FusedPasses:
-    """See MuonPasses. A part is in one segment of the gradient."""
+class FusedPasses(MuonPasses):
+    """The same by kernels. A part is in one segment of the gradient."""
 
     def __init__(self, given: MuonElements) -> None:
-        self._given = given
+        super().__init__(given)
         rows, scales = [], []
         for place, scale in zip(given.places, given.scales, strict=True):
             there = -1 if place.there is None else place.there
