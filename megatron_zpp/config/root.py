@@ -307,7 +307,8 @@ def parse_command_line(
             fp8=parsed["precision"].fp8,
             node_ranks=node_ranks(parsed["plan"]),
         )
-        return CommandLine(Config(**parsed), notes + parsed["data"].without_effect(), stages)
+        notes += parsed["data"].without_effect() + parsed["timing"].without_effect()
+        return CommandLine(Config(**parsed), notes, stages)
 
 
 def _typed(

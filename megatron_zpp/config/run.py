@@ -1,6 +1,6 @@
 """Length of a run, evaluation, checkpoints, logging, timing, and process groups."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Literal
 
@@ -218,25 +218,25 @@ class TimingConfig(Options):
     profile: bool = switch(
         "Record a trace of some steps, for ui.perfetto.dev, in profile, below --tensorboard-dir if given."
     )
-    profile_step_start: int = count(10, "First step of the trace.", needs="--profile")
-    profile_step_end: int = option(12, "Step after the last one of the trace.", needs="--profile", at_least=2)
-    profile_ranks: tuple[int, ...] = option(
-        (0,), "Ranks that record a trace each.", needs="--profile", at_least=0
-    )
+    profile_step_start: int = count(10, "First step of the trace of --profile.")
+    profile_step_end: int = count(12, "Step after the last one of the trace of --profile.")
+    profile_ranks: tuple[int, ...] = option((0,), "Ranks that record a trace each.", at_least=0)
 
-    def check(self) -> None:
-        """Refuse an empty range of steps."""
-        if self.profile_step_end <= self.profile_step_start:
-            raise self.error(
-                "profile_step_end",
-                f"must be above --profile-step-start {self.profile_step_start}",
-            )
+    def without_effect(self) -> tuple[str, ...]:
+        """Notes on flags that trace nothing. They change no result, and so never stop a run."""
+        start, end, defaults = self.profile_step_start, self.profile_step_end, TimingConfig()
+        if self.profile:
+            empty = f"--profile-step-end {end}: no effect: no step is from {start} to before {end}"
+            return (empty,) if end <= start else ()
+        given = (field.name for field in fields(self) if field.name.startswith("profile_"))
+        without = (name for name in given if getattr(self, name) != getattr(defaults, name))
+        return tuple(str(self.error(name, "no effect: there is no --profile")) for name in without)
 
-    def check_ranks(self, ranks: int) -> None:
-        """Raise ValueError if a rank to trace does not exist."""
-        for rank in self.profile_ranks:
-            if self.profile and rank >= ranks:
-                raise self.error("profile_ranks", f"this run has ranks 0 to {ranks - 1}")
+    def missing_ranks(self, ranks: int) -> tuple[str, ...]:
+        """The same on ranks that a run of so many `ranks` does not have."""
+        if not self.profile or max(self.profile_ranks, default=0) < ranks:
+            return ()
+        return (str(self.error("profile_ranks", f"this run has ranks 0 to {ranks - 1}, and traces those alone")),)
 
     @property
     def level(self) -> int:

@@ -151,6 +151,14 @@ def test_a_loss_scale_beside_bf16_has_no_effect() -> None:
     assert parsed.notes == ("--loss-scale 12: no effect: the run computes in bf16",)
 
 
+def test_a_trace_of_nothing_does_not_stop_a_run() -> None:
+    reason = "no effect: there is no --profile"
+    notes = (f"--profile-step-start 50: {reason}", f"--profile-ranks 7: {reason}")
+    assert parse("--profile-step-start 50 --profile-ranks 7").notes == notes
+    notes = ("--profile-step-end 12: no effect: no step is from 12 to before 12",)
+    assert parse("--profile --profile-step-start 12").notes == notes
+
+
 RAMP = "--train-samples 1000 --rampup-batch-size 32 32 200 --global-batch-size"
 
 

@@ -166,7 +166,6 @@ PLACES = [
     bad("--finetune", "--finetune (given): needs --load"),
     bad("--ckpt-step 5", "--ckpt-step 5: needs --load"),
     bad("--sample-prompt 5 --eval-iters 0", "--sample-prompt 5: needs evaluations; --eval-iters is 0"),
-    bad("--profile --profile-step-start 12", "--profile-step-end 12: must be above --profile-step-start 12"),
     bad("--load hf:", "--load hf:: names no directory"),
     bad("--load hf:hf --ckpt-step 5", "--ckpt-step 5: --load hf:hf has no iterations; omit it"),
     bad("--save hf:new", "--save hf:new: name a directory without hf: … megatron-zpp export"),

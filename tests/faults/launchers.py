@@ -46,7 +46,6 @@ LAUNCHERS = [
     on_four(
         ALONE, "29998: rank 1 on … cannot reach rank 0", RANK="1", LOCAL_WORLD_SIZE="1", MASTER_PORT="29998"
     ),
-    refused_on_four("--profile --profile-ranks 1 4", "--profile-ranks 1 4: this run has ranks 0 to 3"),
     refused_on_four("--global-batch-size 6", ": … 4 data-parallel ranks = 16, such as 16"),
     refused_on_four(
         "--zero-stage 3 --zero-hpz-partition-size 3",

@@ -33,13 +33,14 @@ def sleep_in_every_forward() -> None:
 def test_the_slow_rank_is_named_and_a_step_is_taken_apart(flags: list[str], tmp_path: Path) -> None:
     flags += ["--train-iters", "6", "--log-interval", "3", "--eval-iters", "0", "--zero-stage", "3"]
     flags += ["--timing-log-level", "2", "--log-straggler", "--metrics-file", str(tmp_path / "metrics.jsonl")]
-    flags += ["--profile", "--profile-step-start", "2", "--profile-step-end", "4", "--profile-ranks", "1"]
+    flags += ["--profile", "--profile-step-start", "2", "--profile-step-end", "4"]
+    flags += ["--profile-ranks", "1", "7"]
     with Run(tmp_path, 3) as run:
         for rank in range(3):
             slow = sleep_in_every_forward if rank == 1 else None
             run.start(rank, *flags, "--tensorboard-dir", str(tmp_path / "events"), change=slow)
         assert run.statuses() == {0: 0, 1: 0, 2: 0}
-        out = run.out(0)
+        out, errors = run.out(0), run.err(0)
     assert out.count("on rank 1: rank 1 is the slowest\n") == 2
     last = records_of(tmp_path / "metrics.jsonl")[-1]
     assert last["straggler_rank"] == 1
@@ -51,6 +52,7 @@ def test_the_slow_rank_is_named_and_a_step_is_taken_apart(flags: list[str], tmp_
 
     traces = tmp_path / "events" / "profile"
     assert f" wrote traces of steps 2 to 3 to {traces}\n" in out
+    assert "warning: --profile-ranks 1 7: this run has ranks 0 to 2" in errors
     (trace,) = traces.iterdir()
     assert trace.name == "rank1.trace.json.gz"
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]

@@ -54,7 +54,6 @@ def prepare_device(config: Config, topology: Topology) -> Device:
     tensor_ranks = config.distributed.tensor_model_parallel_size
     with usage_errors():
         check_routes(config.zero, topology.mesh(tensor_ranks, config.distributed.context_parallel_size))
-        config.timing.check_ranks(topology.world_size)
     config.recompute.check_device(device.type)
     on_gpu = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu and config.precision.fp8 else None
@@ -64,6 +63,8 @@ def prepare_device(config: Config, topology: Topology) -> Device:
         if topology.local_rank == 0:
             sys.stderr.write(f"{line}\n")
 
+    for note in config.timing.missing_ranks(topology.world_size):
+        say(f"warning: {note}")
     apex = config.optimizer.fused_backend == "apex"
     compiles, missing = resolve_compilation(config.compilation, device.type, os.environ, apex=apex)
     if missing:
