@@ -236,7 +236,8 @@ class TimingConfig(Options):
         """The same on ranks that a run of so many `ranks` does not have."""
         if not self.profile or max(self.profile_ranks, default=0) < ranks:
             return ()
-        return (str(self.error("profile_ranks", f"this run has ranks 0 to {ranks - 1}, and traces those alone")),)
+        there = f"this run has ranks 0 to {ranks - 1}, and traces those alone"
+        return (str(self.error("profile_ranks", there)),)
 
     @property
     def level(self) -> int:
