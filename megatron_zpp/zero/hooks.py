@@ -39,7 +39,7 @@ def register_hooks(
         for parameter in unit.parameters:
             handles.append(
                 parameter.register_post_accumulate_grad_hook(
-                    lambda _, unit=unit: gradients.gradient_arrived(unit)
+                    lambda parameter, unit=unit: gradients.gradient_arrived(unit, parameter)
                 )
             )
     return handles

@@ -73,7 +73,7 @@ class UnitGradient:
     """The gradient of a unit in the present step. gradients.py alone changes it."""
 
     state: GradientState = GradientState.EMPTY
-    arrived: int = 0  # parameters with gradients of this backward
+    arrived: set[int] = field(default_factory=set)  # ids of the parameters with gradients of this backward
     accumulated: Tensor | None = None
     segments: tuple[GradSegment, ...] = ()
     squares: Tensor | None = None

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.read_guard import Unreadable
@@ -13,6 +15,7 @@ from tests.zero.own_modules import (
     LAYERS,
     READS,
     TRAINED,
+    Deep,
     LowRank,
     Normalised,
     Stack,
@@ -22,6 +25,7 @@ from tests.zero.own_modules import (
     check_trained,
     engine_of,
     initialize,
+    losses_of_torch,
     read_wrongly,
     stack_of,
     steps_of,
@@ -131,6 +135,79 @@ def test_errors_of_a_backward_that_are_no_stale_reads_stay_as_they_are() -> None
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         steps_of(engine_of(Changes))
+
+
+class Repeats(Stack):
+    """Its first layers run twice, in torch.utils.checkpoint."""
+
+    reentrant = False
+
+    def hidden(self, x: Tensor) -> Tensor:
+        x = self.layers[4](x)  # a gradient must come out of the others
+        for layer in self.layers[:3]:
+            for _ in range(2):
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return x
+
+
+class RepeatsReentrantly(Repeats):
+    """Each of the two runs is then a backward of its own, with a gradient of its own."""
+
+    reentrant = True
+
+
+@pytest.mark.parametrize("zero", [STAGES[0], NO_PREFETCH])
+def test_gradients_that_arrive_more_than_once_are_refused(zero: dict[str, int]) -> None:
+    expected = torch.tensor(losses_of_torch(Repeats, 1))
+    assert torch.allclose(torch.tensor(steps_of(engine_of(Repeats, **zero))), expected, rtol=2e-5)
+    with pytest.raises(RuntimeError, match=r"^layers.2.linear.\w+: its gradient arrives once more .*=False$"):
+        steps_of(engine_of(RepeatsReentrantly, **zero))
+
+
+def test_a_backward_beside_accumulate_is_refused() -> None:
+    """No step would have its gradient, or that of the next micro-batch would."""
+    engine, other = engine_of(Stack), engine_of(Stack)
+    for index in range(2):
+        with pytest.raises(RuntimeError, match=r"^head.\w+: its gradient arrives outside of accumulate"):
+            engine.model(*batch_of(7, index)).backward()
+        assert steps_of(engine, steps=1, first=index) == steps_of(other, steps=1, first=index)
+
+
+class Interrupted(torch.autograd.Function):
+    """Raises in its backward, while told to."""
+
+    raises = False
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if Interrupted.raises:
+            raise MemoryError
+        return gradient
+
+
+class Interrupts(Deep):
+    """Of its two modules the second one's gradients have arrived then."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.other(Interrupted.apply(torch.tanh(self.linear(x))))
+
+
+@pytest.mark.parametrize("zero", STAGES)
+def test_a_backward_that_raised_may_be_repeated(
+    zero: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the first micro-batch; none of its gradients is counted twice."""
+    engine, other = (engine_of(stack_of(Interrupts), **zero) for _ in range(2))
+    engine.accumulate(batch_of(7, 0), index=0, micro_batches=2)
+    monkeypatch.setattr(Interrupted, "raises", True)
+    with pytest.raises(MemoryError):
+        engine.accumulate(batch_of(7, 1), index=1, micro_batches=2)
+    monkeypatch.setattr(Interrupted, "raises", False)
+    assert steps_of(engine) == steps_of(other)
 
 
 def test_buffers_are_filled_by_name_and_said() -> None:
