@@ -1,7 +1,8 @@
 """The engine: holds the model states of a run, sharded as the ZeRO stage says, and takes optimizer steps."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -283,9 +284,8 @@ class ZeroEngine:
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean loss of a batch without dropout, not reduced over ranks. Every rank must call it."""
         self.weights.encode_changed()
-        self.model.eval()
         self.weights.prefetcher.begin(Phase.FORWARD)
-        with self.sections.paused():
+        with self.sections.paused(), _evaluating(self.model):
             return self._loss(batch)
 
     @torch.no_grad()
@@ -298,10 +298,9 @@ class ZeroEngine:
         if after >= 0:  # else all are of one text
             positions = torch.arange(tokens.shape[1], device=self.device)[None].clamp(max=after)
         self.weights.encode_changed()
-        self.model.eval()
         self.spare.reserve()
         self.weights.prefetcher.begin(Phase.FORWARD)
-        with self.sections.paused():
+        with self.sections.paused(), _evaluating(self.model):
             logits = self.model(tokens.to(self.device), None, positions)
             return logits[0, after].float().cpu()
 
@@ -358,6 +357,18 @@ class ZeroEngine:
         assert moved[0] is not None  # the tokens
         self._exchanges.begin(moved[0].numel())
         return self.model(*moved)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """All modules in evaluation mode; afterwards those train that did before, and no others."""
+    trained = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.training = True
 
 
 def _check_settings(

@@ -16,6 +16,7 @@ from tests.zero.own_modules import (
     READS,
     TRAINED,
     Deep,
+    Layer,
     LowRank,
     Normalised,
     Stack,
@@ -208,6 +209,25 @@ def test_a_backward_that_raised_may_be_repeated(
         engine.accumulate(batch_of(7, 1), index=1, micro_batches=2)
     monkeypatch.setattr(Interrupted, "raises", False)
     assert steps_of(engine) == steps_of(other)
+
+
+class Quiet(Layer):
+    """Has a dropout that never drops, because it is in evaluation mode when all else trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5).eval()
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.dropout(super().encode(x))
+
+
+def test_an_evaluation_leaves_each_module_the_mode_that_it_had() -> None:
+    engine, losses = engine_of(stack_of(Quiet)), []
+    for step in range(2):
+        engine.evaluate(batch_of(9, 9))
+        losses += steps_of(engine, steps=1, first=step)
+    assert torch.allclose(torch.tensor(losses), torch.tensor(losses_of_torch(stack_of(Quiet), 1, steps=2)))
 
 
 def test_buffers_are_filled_by_name_and_said() -> None:
