@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_zpp.api.defaults import has_forward
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.words import did_you_mean
@@ -125,7 +126,7 @@ def _check_parameters(model: nn.Module, units: NamedUnits) -> None:
     places: set[tuple[int, str]] = set()  # modules and their keys that units have
     for unit, parameters in units:
         module, key = module_of(parameters), key_of(parameters)
-        if type(module).forward is nn.Module.forward:
+        if not has_forward(module):
             fix = "has no forward, so that nothing says when its weights are read; list its modules"
             raise ValueError(f"{unit}: {type(module).__name__} {fix}")
         for path, parameter in parameters.named_parameters(remove_duplicate=False):

@@ -140,6 +140,24 @@ class Normalised(Layer):
         return super().encode(self.norm(x))
 
 
+class ReadsInHook(Layer):
+    """Its hook reads its weight before the forward, as that of nn.utils.weight_norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scale = lambda module, inputs: (inputs[0] * (1 + module.linear.weight.mean()),)  # noqa: E731
+        self.register_forward_pre_hook(scale)
+
+
+def compiled(make: Callable[[], nn.Module], *, in_place: bool) -> nn.Module:
+    """A module with torch.compile around it, which traces the calls of its hooks too."""
+    module = make()
+    if in_place:
+        module.compile(backend="eager")
+        return module
+    return torch.compile(module, backend="eager")
+
+
 class Attends(nn.Module):
     """A layer of torch that returns (output, weights)."""
 
@@ -239,6 +257,7 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "tied inside": stack_of(TiesInside),
     "the rest": ReadsTheRest,
     "nested": stack_of(Deep, Nested),
+    "hook": stack_of(ReadsInHook),
 }
 
 

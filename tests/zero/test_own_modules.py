@@ -24,6 +24,7 @@ from tests.zero.own_modules import (
     WithBuffers,
     batch_of,
     check_trained,
+    compiled,
     engine_of,
     initialize,
     losses_of_torch,
@@ -209,6 +210,15 @@ def test_a_backward_that_raised_may_be_repeated(
         engine.accumulate(batch_of(7, 1), index=1, micro_batches=2)
     monkeypatch.setattr(Interrupted, "raises", False)
     assert steps_of(engine) == steps_of(other)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_units_train_as_they_are(in_place: bool) -> None:
+    make = stack_of(lambda: compiled(Layer, in_place=in_place))
+    expected = torch.tensor(losses_of_torch(make, 1, steps=2))
+    assert torch.allclose(
+        torch.tensor(steps_of(engine_of(make, **NO_PREFETCH), steps=2)), expected, rtol=2e-5
+    )
 
 
 class Quiet(Layer):
