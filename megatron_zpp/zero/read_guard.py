@@ -107,10 +107,12 @@ class ReadGuard:
         torch._C._autograd._unsafe_set_version_counter(self._parameters, versions)
 
     def check_output(self, tensor: Tensor) -> None:
-        """Raise RuntimeError if a tensor that a unit's module returns is one of its parameters, or a view."""
-        base = tensor._base if tensor._is_view() else tensor
+        """Raise RuntimeError if a tensor that a unit's module returns has the memory of its parameters."""
+        if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return  # it has no address
+        start = tensor.data_ptr()
         for parameter, name in zip(self._parameters, self._names, strict=True):
-            if base is parameter:
+            if 0 <= start - parameter.data_ptr() < parameter.nbytes and parameter.is_contiguous():
                 raise RuntimeError(
                     f"{name}: is returned by the forward of its unit {self._unit}, and would change when "
                     "another unit is gathered; return a copy (.clone()), or what is computed from it"

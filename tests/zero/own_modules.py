@@ -377,6 +377,22 @@ class ReturnsAWeight(Layer):
         return self.encode(x), self.linear.weight.t()
 
 
+class ReturnsDetached(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return self.encode(x), self.linear.weight.detach()
+
+
+def uses_returned(stack: Stack, x: Tensor) -> Tensor:
+    """Reads the weights of all layers behind the last one, without gradients."""
+    weights = []
+    for layer in stack.layers:
+        x, weight = layer(x)
+        weights.append(weight)
+    for weight in weights:
+        x = torch.tanh(F.linear(x, weight))
+    return x
+
+
 def loss_and(more: Callable[[Stack], Tensor]) -> type[Stack]:
     """Adds to the loss what the model computes of its weights, or of what its layers kept."""
     return stack_that(forward=lambda stack, x, y: Stack.forward(stack, x, y) + more(stack))
@@ -390,6 +406,7 @@ READS: dict[str, Callable[[], nn.Module]] = {  # a weight of a layer, where it i
     "between": stack_that(hidden=reads_between),
     "kept": stack_of(Keeps, loss_and(lambda it: sum(layer.kept.mean() for layer in it.layers))),
     "returned": stack_of(ReturnsAWeight, TakesFirst),
+    "returned detached": stack_of(ReturnsDetached, stack_that(hidden=uses_returned)),
 }
 
 
