@@ -99,7 +99,8 @@ def load_state(
     model = state["model"] if first else {}
     _load(engine, WEIGHTS, [{each.own: model[name] for name, each in names.items()}] if first else [])
     for name, buffer in engine.buffers.persistent().items():
-        sent = model[name].to(engine.device, buffer.dtype).contiguous() if first else torch.empty_like(buffer)
+        whole = model[name].to(engine.device, buffer.dtype) if first else torch.empty_like(buffer)
+        sent = whole.contiguous()  # not that of rank 0 alone: it may be transposed in the model
         if engine.mesh.world_size > 1:
             dist.broadcast(sent.view(-1).view(torch.uint8), 0)
         buffer.copy_(sent)

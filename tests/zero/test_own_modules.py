@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.read_guard import Unreadable
+from tests.support import refusal
 from tests.zero.own_modules import (
     LAYERS,
     READS,
@@ -262,6 +263,29 @@ def test_buffers_that_are_not_on_meta_keep_their_values() -> None:
     model = engine_of(with_values).model
     assert model.scale.tolist() == [4.0, 4.0, 4.0]
     assert model.same is model.scale
+
+
+class AssignsTwice(Stack):
+    """The memory of a buffer that is replaced may be that of the next one but one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(12))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            self.average = torch.ones(12)
+        return super().hidden(x)
+
+
+def assign_buffers(topology: Topology) -> list[str]:
+    engine = engine_of(AssignsTwice, topology)
+    return [refusal(steps_of, engine, error=RuntimeError) for _ in range(10)]
+
+
+def test_a_buffer_that_a_forward_replaces_twice_is_refused() -> None:
+    for said in on_ranks(2, assign_buffers):
+        assert all(each.startswith("average: a buffer that the forward changes") for each in said), said
 
 
 def change_buffers(topology: Topology) -> str:
