@@ -25,6 +25,8 @@ _SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and su
 # Of random signs, equal on all ranks and after a resume with another --seed; they may repeat between runs.
 SIGNS_SEED = 0
 _SUM_SIGNS_SEED = 1  # of sums, which are of numbers that were rotated by the signs of the first
+# A number of the order of units, a polynomial modulo a prime, whose square sums over ranks exactly in fp64:
+_ORDER_FACTOR, _ORDERS = 1009, 1048573
 _ARRIVED_TWICE = (
     "its gradient arrives once more in a backward, when it has been sent; a module that runs several times "
     "in torch.utils.checkpoint needs use_reentrant=False"
@@ -66,6 +68,7 @@ class Gradients:
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
         self.consume: Callable[[Unit], None] = lambda unit: None
         self._first = self._last = True
+        self.order = 0  # follows from the order in which units were sent in this step
         self.unfinished = False  # a backward has begun and has not ended: it runs, or has raised
         self._iteration = 0
         self._feeds_back = plan.residual_bytes > 0
@@ -87,6 +90,7 @@ class Gradients:
         self.wait()
         if first:
             self.release()
+            self.order = 0
         if self.unfinished:  # some units have parts of their gradients
             for parameter in chain.from_iterable(unit.parameters for unit in self._units):
                 parameter.grad = None
@@ -192,6 +196,8 @@ class Gradients:
             return
         if summing is not None:
             summing.wait()
+        if only or last or self._plan.every_micro_batch:  # it is sent
+            self.order = (self.order * _ORDER_FACTOR + self._numbers[unit] + 1) % _ORDERS
         if reducing := self._reducing.get(self._slots[unit]):
             reducing.grad.wait()  # so that no more than two units of a layout keep what they send
         if only or self._plan.every_micro_batch:

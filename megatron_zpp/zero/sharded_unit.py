@@ -198,6 +198,18 @@ class Unit:
         return self.gather_source.data_ptr() == self.master.data_ptr()
 
     @property
+    def reads_master(self) -> bool:
+        """Whether modules read the master weights themselves, all of which this rank's optimizer changes."""
+        same = self.full.data_ptr() == self.master.data_ptr()
+        return same and len(self.full) == len(self.master)
+
+    def set_readable(self, readable: bool) -> None:
+        """Let modules read the parameters from now on, or no more. Raises RuntimeError if one was changed."""
+        if not readable and not self.reads_master:
+            self.guard.check_unwritten()
+        self.guard.set_readable(readable)
+
+    @property
     def is_split(self) -> bool:
         """Whether the master weights are the gather source and, in `master`, a byte beside each."""
         return self.master.dtype == torch.uint8
