@@ -13,7 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.api.checks import check_matrices, check_model, check_ranks, check_values
+from megatron_zpp.api.checks import (
+    check_matrices,
+    check_model,
+    check_ranks,
+    check_rule,
+    check_units,
+    check_values,
+    modules_with_extra_state,
+)
 from megatron_zpp.api.defaults import OwnValues, layer_matrices, take_values_of_rank_0, units_of
 from megatron_zpp.api.passes import (
     MicroBatchOrder,
@@ -119,8 +127,18 @@ class ZeroEngine(engine.ZeroEngine):
             torch.cuda.set_device(device)
         check_values(model, given=initialize is not None)
         units = units_of(model)
+        check_units(model, units)
+        if optimizer is not None:
+            check_rule(optimizer)
         listed = without_inner(units)
-        check_model(model, config.zero, listed, decoupled=decoupled, inside_nodes=inside_nodes)
+        check_model(
+            model,
+            config.zero,
+            listed,
+            ranks=mesh.world_size,
+            decoupled=decoupled,
+            inside_nodes=inside_nodes,
+        )
         if matrices is None:
             matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else {}
         check_matrices(listed, matrices, config.optimizer, decoupled=decoupled)
@@ -151,6 +169,8 @@ class ZeroEngine(engine.ZeroEngine):
             matrices=matrices,
             inside_nodes=inside_nodes,
         )
+        if unsaved := modules_with_extra_state(model) if mesh.rank == 0 else []:
+            say(f" states of get_extra_state that no checkpoint has: {', '.join(unsaved)}")
         shapes = {each.name: each.shape for unit in self.units for each in unit.layout.placements}
         self._names = {
             name: each._replace(shape=shapes.get(each.own, each.shape)) for name, each in names.items()

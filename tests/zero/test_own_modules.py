@@ -321,7 +321,7 @@ def tie_outside(model: Stack) -> None:
         ),
         (
             lambda model: setattr(model, "all_weights", [layer.linear.weight for layer in model.layers]),
-            r"all_weights: a tensor on the meta device",
+            r"all_weights: has the parameter layers.0.linear.weight, which the engine replaces where it is",
         ),
         (
             lambda model: setattr(model.head, "spectrum", nn.Parameter(torch.zeros(3, dtype=torch.cfloat))),
