@@ -1,16 +1,23 @@
 """Refuses models that an engine cannot train as they are, and ranks that are not there."""
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from megatron_zpp.api.defaults import has_forward
+from megatron_zpp.api.whole import ROW_MOMENTS
+from megatron_zpp.checkpoint.shard_file import DTYPES
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS, is_residual
+from megatron_zpp.zero.read_guard import Unreadable
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside, key_of, module_of
 
 
@@ -36,12 +43,23 @@ def check_ranks(mesh: Mesh) -> None:
 
 
 def check_values(model: nn.Module, *, given: bool) -> None:
-    """Raise ValueError for values that the engine would replace, or train in another number format.
+    """Raise ValueError for values that the engine would replace, or train without hooks or in other formats.
 
     `given`: whether the user fills all parameters.
     """
     first: tuple[str, torch.dtype] | None = None
     for name, parameter in model.named_parameters():
+        if isinstance(parameter, Unreadable):
+            raise ValueError(
+                f"{name}: is another engine's; build a model anew, and load that one's state_dict"
+            )
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ValueError(f"{name}: has no shape yet; run one batch through the model first")
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name}: has a hook, and the engine trains another parameter in its place; let the forward "
+                "register the hook on what it computes of the parameter"
+            )
         if given and not parameter.is_meta:
             raise ValueError(
                 f"{name}: is on {parameter.device}, and initialize would replace its values; build the model "
@@ -62,6 +80,7 @@ def check_model(
     zero: ZeroConfig,
     units: NamedUnits,
     *,
+    ranks: int,
     decoupled: Collection[str],
     inside_nodes: Collection[str],
 ) -> None:
@@ -74,6 +93,7 @@ def check_model(
         fix = f"the model's units are {'' if cut else 'no '}sublayers; give GPT cut_layers={zero.cuts_layers}"
         raise option_error("--zero-unit", zero.zero_unit, fix)
     _check_parameters(model, units)
+    _check_modules(model, ranks)
     first = distinct(units)
     parameters = [name for unit, part in first for name, _ in part.named_parameters(unit)]
     _check_known("decoupled", decoupled, parameters, "parameter of the model's units")
@@ -91,6 +111,8 @@ def check_matrices(
 
     They have the first learning rate.
     """
+    if not isinstance(matrices, Mapping):
+        raise option_error("matrices", matrices, "must have the rows of the matrices by a parameter's name")
     parameters = dict(pair for unit, part in distinct(units) for pair in part.named_parameters(unit))
     _check_known("matrices", matrices, list(parameters), "parameter of the model's units")
     if (optimizer.optimizer == "muon") != bool(matrices):
@@ -98,12 +120,48 @@ def check_matrices(
         raise option_error("matrices", dict(matrices), fix if not matrices else "needs --optimizer muon")
     for name, rows in matrices.items():
         shape = tuple(parameters[name].shape)
-        if len(shape) != 2 or min(rows, default=0) < 1 or sum(rows) != shape[0]:
-            raise option_error("matrices", {name: rows}, f"must be rows that add up to those of {shape}")
+        if len(shape) != 2:
+            raise option_error("matrices", {name: rows}, f"has the shape {shape}, and is no matrix; omit it")
+        if not isinstance(rows, Sequence) or min(rows, default=0) < 1 or sum(rows) != shape[0]:
+            fix = f"must be rows that add up to those of {shape}, such as ({shape[0]},)"
+            raise option_error("matrices", {name: rows}, fix)
         if not parameters[name].requires_grad:
             raise option_error("matrices", {name: rows}, "is frozen; omit it")
         if name in decoupled:
             raise option_error("decoupled", name, "Muon trains it, at the first learning rate; omit it")
+
+
+def check_units(model: nn.Module, units: Sequence[Any]) -> None:
+    """Raise ValueError unless `units` are pairs of a name and a module with parameters of `model`."""
+    known = set(map(id, model.parameters()))
+    for unit in units:
+        match unit:
+            case (str() as name, nn.Module() as module):
+                for path, parameter in module.named_parameters(name):
+                    if id(parameter) not in known:
+                        raise ValueError(f"{path}: units() lists it, and it is no parameter of the model")
+            case _:
+                raise ValueError(
+                    f"units(): must list pairs of a name and a module, not {type(unit).__name__}"
+                )
+
+
+def modules_with_extra_state(model: nn.Module) -> list[str]:
+    """The names of modules with a state that is neither a parameter nor a buffer."""
+    plain = nn.Module.get_extra_state
+    return [name for name, module in model.named_modules() if type(module).get_extra_state is not plain]
+
+
+def check_rule(rule: Any) -> None:
+    """Raise ValueError unless `rule` has what an UpdateRule has, and states with names of their own."""
+    shown = rule.__name__ if isinstance(rule, type) else type(rule).__name__
+    for name in ("state_names", "accepts_16bit_gradients", "writes_gather_source", "scalars", "step"):
+        if isinstance(rule, type) or not hasattr(rule, name):
+            fix = f"must be an object with {name}: an UpdateRule, which changes a shard of the weights"
+            raise option_error("optimizer", shown, fix)
+    for name in rule.state_names:
+        if name in (WEIGHTS, REFERENCE, ROW_MOMENTS) or is_residual(name):
+            raise option_error("optimizer", name, "is the name of a state of the engine; give another")
 
 
 def _check_parameters(model: nn.Module, units: NamedUnits) -> None:
@@ -114,9 +172,10 @@ def _check_parameters(model: nn.Module, units: NamedUnits) -> None:
     """
     owners: dict[int, tuple[tuple[int, ...], str]] = {}  # by parameter: the key of its unit, its first name
     places: set[tuple[int, str]] = set()  # modules and their keys that units have
+    named: dict[str, int] = {}  # parameters
     for unit, parameters in units:
         module, key = module_of(parameters), key_of(parameters)
-        if type(module).forward is nn.Module.forward:
+        if not has_forward(module):
             fix = "has no forward, so that nothing says when its weights are read; list its modules"
             raise ValueError(f"{unit}: {type(module).__name__} {fix}")
         for path, parameter in parameters.named_parameters(remove_duplicate=False):
@@ -126,6 +185,10 @@ def _check_parameters(model: nn.Module, units: NamedUnits) -> None:
                 raise ValueError(f"{name}: is complex; {fix}")
             if not parameter.is_floating_point():
                 raise ValueError(f"{name}: is {parameter.dtype}; make it a buffer")
+            if named.setdefault(name, id(parameter)) != id(parameter):
+                raise ValueError(
+                    f"{name}: two parameters have this name; units() must name modules otherwise"
+                )
             first_key, first = owners.setdefault(id(parameter), (key, name))
             if first_key != key:
                 raise ValueError(
@@ -143,7 +206,35 @@ def _check_parameters(model: nn.Module, units: NamedUnits) -> None:
         raise ValueError("the model has no parameter to train: none has elements and requires_grad=True")
 
 
+def _check_modules(model: nn.Module, ranks: int) -> None:
+    """Raise ValueError for modules that `ranks` would train otherwise than one process trains them."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    of_torch = set(vars(nn.Module()))
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ValueError(f"{inside(path, 'weight')}: gradients are dense; build it with sparse=False")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None and ranks > 1:
+            fix = "would be other ones on each; scale what the forward looks up"
+            raise ValueError(f"{inside(path, 'weight')}: rows that max_norm changes on {ranks} ranks {fix}")
+        for key, buffer in module._buffers.items():
+            kept = buffer is not None and key not in module._non_persistent_buffers_set
+            if buffer is not None and kept and buffer.dtype not in DTYPES:
+                fix = "no checkpoint could have it; register it with persistent=False"
+                raise ValueError(f"{inside(path, key)}: is {buffer.dtype}, and {fix}, or as real numbers")
+        if isinstance(module, nn.RNNBase):  # which keeps its list as its parameters are
+            continue
+        for key in vars(module).keys() - of_torch:
+            for leaf in tree_leaves(vars(module)[key]):
+                if id(leaf) in names:
+                    raise ValueError(
+                        f"{inside(path, key)}: has the parameter {names[id(leaf)]}, which the engine "
+                        "replaces where it is registered; keep its module or its name"
+                    )
+
+
 def _check_known(argument: str, names: Collection[str], known: Sequence[str], kind: str) -> None:
+    if isinstance(names, str):
+        raise option_error(argument, names, f'must be a collection of names: {{"{names}"}}')
     for name in names:
         if name not in known:
             fix = did_you_mean(name, known, 0.6) or f"there are {', '.join(known[:3])} …"

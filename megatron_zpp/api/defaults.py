@@ -47,6 +47,11 @@ def _default_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield from alone
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; lists of modules cannot. A compiled one has a forward of its own."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
 def layer_matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The weights of nn.Linear in the layers, the modules of the longest ModuleLists; each is one matrix.
 
@@ -79,7 +84,7 @@ def _walk(path: str, module: nn.Module, layers: set[int]) -> Iterator[tuple[str,
         place = inside(path, name)
         if next(child.parameters(), None) is None:
             continue
-        if type(child).forward is nn.Module.forward or any(id(each) in layers for each in child.modules()):
+        if not has_forward(child) or any(id(each) in layers for each in child.modules()):
             yield from _walk(place, child, layers)
         else:
             yield place, child
@@ -162,5 +167,9 @@ def take_values_of_rank_0(model: nn.Module, mesh: Mesh, device: torch.device) ->
     if odd := next((set(names) ^ set(found[0]) for names in found if names != found[0]), None):
         raise ValueError(f"{min(odd)}: has values on some ranks and is on the meta device on others")
     for _, tensor in real:
-        tensor.detach().copy_(from_rank_0(tensor.detach(), mesh, device))
+        sent = from_rank_0(tensor.detach(), mesh, device)
+        if torch._debug_has_internal_overlap(tensor) == 1:  # expanded
+            tensor.data = sent.to(tensor.device)
+        else:
+            tensor.detach().copy_(sent)
     return seeds[0]

@@ -28,7 +28,7 @@ from megatron_zpp.zero.model_states import (
 )
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside
 
-_ROW_MOMENTS = "row_moments"
+ROW_MOMENTS = "row_moments"
 State = dict[str, Any]
 
 
@@ -69,7 +69,7 @@ def state_of(engine: ZeroEngine, names: Mapping[str, Name]) -> State:
     if engine.mesh.rank:
         return {}
     if moments := engine.states.row_moments():
-        states[_ROW_MOMENTS] = {name: rows.cpu() for name, rows in moments.items()}
+        states[ROW_MOMENTS] = {name: rows.cpu() for name, rows in moments.items()}
     weights = states.pop(WEIGHTS)
     model: dict[str, Tensor] = {}
     used: set[str] = set()
@@ -110,7 +110,7 @@ def load_state(
         sources = sources_of(kind, engine.states.kinds, saved)
         if sources or kind != REFERENCE:  # which otherwise begins as the weights
             _load(engine, kind, [state["optimizer"].get(each, {}) for each in sources] if first else [])
-    moments = state["optimizer"].get(_ROW_MOMENTS, {}) if first else {}
+    moments = state["optimizer"].get(ROW_MOMENTS, {}) if first else {}
 
     def read(name: str, rows: Tensor) -> None:
         if name in moments:

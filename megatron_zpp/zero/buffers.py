@@ -38,6 +38,8 @@ class Buffers:
             real = made.get(id(buffer))
             if real is None:
                 real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                if torch._debug_has_internal_overlap(real) == 1:  # expanded: a load could not write into it
+                    real = real.clone(memory_format=torch.contiguous_format)
                 if buffer.is_meta:
                     fill(initialize, name, real)
                     filled.append(name)
@@ -55,16 +57,17 @@ class Buffers:
         found = ((name, module._buffers[key]) for name, module, key in self._persistent)
         return {name: buffer for name, buffer in found if buffer is not None}
 
-    def versions(self) -> dict[str, tuple[int, int]]:
-        """Which tensors the persistent buffers are, and how often each was changed; none on one rank."""
+    def versions(self) -> dict[str, tuple[Tensor, int]]:
+        """The persistent buffers, and how often each was changed; none on one rank."""
         if self._ranks == 1:
             return {}
-        return {name: (id(buffer), buffer._version) for name, buffer in self.persistent().items()}
+        return {name: (buffer, buffer._version) for name, buffer in self.persistent().items()}
 
-    def check_unchanged(self, before: dict[str, tuple[int, int]]) -> None:
+    def check_unchanged(self, before: dict[str, tuple[Tensor, int]]) -> None:
         """Raise RuntimeError if a persistent buffer is not what it was when `versions` returned `before`."""
-        for name, version in self.versions().items():
-            if before.get(name) != version:
+        for name, (buffer, version) in self.versions().items():
+            old, expected = before.get(name, (None, 0))
+            if buffer is not old or version != expected:
                 raise RuntimeError(
                     f"{name}: a buffer that the forward changes, so that the {self._ranks} ranks would hold "
                     "different ones; train without it (BatchNorm: track_running_stats=False) or on one rank, "

@@ -1,8 +1,8 @@
 """The engine: holds the model states of a run, sharded as the ZeRO stage says, and takes optimizer steps."""
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
@@ -339,12 +339,22 @@ class ZeroEngine:
             raise option_error("decoupled_rate", decoupled_rate, fix)
         return learning_rate, learning_rate if decoupled_rate is None else decoupled_rate
 
-    def _evaluating(self) -> AbstractContextManager[None]:
-        """A context manager around a forward without gradients, which is no part of a step."""
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """A forward without gradients, which is no part of a step, with all modules in evaluation mode.
+
+        Afterwards those train that did before, and no others.
+        """
         self.weights.encode_changed()
+        trained = [module for module in self.model.modules() if module.training]
         self.model.eval()
         self.weights.prefetcher.begin(Phase.FORWARD)
-        return self.sections.paused()
+        try:
+            with self.sections.paused():
+                yield
+        finally:
+            for module in trained:
+                module.training = True
 
     def _loss(self, batch: Batch) -> Tensor:
         self.spare.reserve()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending, all_of
 from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation, clear
@@ -24,6 +24,16 @@ _SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and su
 # Of random signs, equal on all ranks and after a resume with another --seed; they may repeat between runs.
 SIGNS_SEED = 0
 _SUM_SIGNS_SEED = 1  # of sums, which are of numbers that were rotated by the signs of the first
+# A number of the order of units, a polynomial modulo a prime, whose square sums over ranks exactly in fp64:
+_ORDER_FACTOR, _ORDERS = 1009, 1048573
+_ARRIVED_TWICE = (
+    "its gradient arrives once more in a backward, when it has been sent; a module that runs several times "
+    "in torch.utils.checkpoint needs use_reentrant=False"
+)
+_BESIDE = (
+    "its gradient arrives outside of accumulate, so that no step would have it; call accumulate in place of "
+    "backward, and add losses of one batch up in the forward"
+)
 
 
 class Gradients:
@@ -57,6 +67,8 @@ class Gradients:
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
         self.consume: Callable[[Unit], None] = lambda unit: None
         self._first = self._last = True
+        self.order = 0  # follows from the order in which units were sent in this step
+        self.unfinished = False  # a backward has begun and has not ended: it runs, or has raised
         self._iteration = 0
         self._feeds_back = plan.residual_bytes > 0
         self._owned_gaps = {unit: unit.layout.gaps_in(unit.owned) for unit in units}
@@ -79,29 +91,41 @@ class Gradients:
         self.wait()
         if first:
             self.release()
+            self.order = 0
+        if self.unfinished:  # some units have parts of their gradients
+            for parameter in chain.from_iterable(unit.parameters for unit in self._units):
+                parameter.grad = None
+        self.unfinished = True
         self._first, self._last, self._iteration = first, last, iteration
         if first and self._feeds_back:
             self._divisor = scale * count
         for unit in self._units:
-            unit.grad.arrived = 0
+            unit.grad.arrived.clear()
 
-    def gradient_arrived(self, unit: Unit) -> None:
-        """Count a parameter of `unit` whose `.grad` has arrived; the last one starts the reduction.
+    def gradient_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
+        """Take note of a parameter of `unit` whose `.grad` has arrived; the last one starts the reduction.
 
-        Where a unit has several places, autograd has added theirs.
+        Where a unit has several places, autograd has added theirs. Raises RuntimeError for a gradient that
+        the step would not have: of a backward beside `accumulate`, or behind those that started a reduction.
         """
-        unit.grad.arrived += 1
-        if unit.grad.arrived == len(unit.parameters):
+        arrived = unit.grad.arrived
+        if not self.unfinished or len(arrived) == len(unit.parameters):
+            parameter.grad = None
+            name = dict(zip(map(id, unit.parameters), unit.names, strict=True))[id(parameter)]
+            raise RuntimeError(f"{name}: {_ARRIVED_TWICE if self.unfinished else _BESIDE}")
+        arrived.add(id(parameter))
+        if len(arrived) == len(unit.parameters):
             self._take(unit)
 
     def finish_backward(self) -> None:
         """Take the gradients of units with a parameter that had no part in the loss."""
         for unit in self._units:
-            if unit.grad.arrived < len(unit.parameters):
+            if len(unit.grad.arrived) < len(unit.parameters):
                 for parameter in unit.parameters:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
                 self._take(unit)
+        self.unfinished = False
 
     def wait(self, units: list[Unit] | None = None) -> None:
         """Let the compute wait for the reductions of these units, by default of all: REDUCING -> SUMMED."""
@@ -170,6 +194,8 @@ class Gradients:
             return
         if summing is not None:
             summing.wait()
+        if only or last or self._plan.every_micro_batch:  # it is sent
+            self.order = (self.order * _ORDER_FACTOR + self._numbers[unit] + 1) % _ORDERS
         if reducing := self._reducing.get(self._slots[unit]):
             reducing.grad.wait()  # so that no more than two units of a layout keep what they send
         if only or self._plan.every_micro_batch:

@@ -1,6 +1,7 @@
 """The only place that hooks into a model: tells prefetcher and gradients where the pass is."""
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def register_hooks(
         for parameter in unit.parameters:
             handles.append(
                 parameter.register_post_accumulate_grad_hook(
-                    lambda _, unit=unit: gradients.gradient_arrived(unit)
+                    lambda parameter, unit=unit: gradients.gradient_arrived(unit, parameter)
                 )
             )
     return handles
@@ -71,4 +72,11 @@ def _hook_passes(
             if torch.is_grad_enabled() and tensor.requires_grad:
                 tensor.register_hook(before_backward)
 
-    return [module.register_forward_pre_hook(before_forward), module.register_forward_hook(after_forward)]
+    hooks: list[Callable[..., None]] = [before_forward, after_forward]
+    if "torch._dynamo" in sys.modules:  # the module may be compiled with its hooks, which must run each time
+        hooks = [torch.compiler.disable(hook) for hook in hooks]
+    before, after = hooks
+    return [  # a module's own hooks may read its weights, as those of weight_norm do
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after),
+    ]

@@ -139,7 +139,11 @@ class Prefetcher:
         """
         if place not in self._gradients_at or place == self._to_recompute:
             return
-        assert self._to_recompute is None, f"place {self._to_recompute} was to be recomputed and was not"
+        if self._to_recompute is not None:
+            raise RuntimeError(
+                f"recomputed_units(): of units(), number {self._to_recompute} from 0 was to be recomputed "
+                "before its backward, and was not"
+            )
         at = self._gradients_at[place]
         if place in self._first_of and place not in self._recomputed:
             self._to_recompute = place

@@ -39,6 +39,7 @@ _ALLOWED = {
     *(getattr(Tensor, name) for name in _METHODS),
     *(getattr(torch, name) for name in _FUNCTIONS),
 }
+_FREEZING = {Tensor.requires_grad_, Tensor.requires_grad.__set__}  # type: ignore[attr-defined]
 
 
 class Unreadable(Tensor):
@@ -69,6 +70,8 @@ class Unreadable(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         (read, *_) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Unreadable))
+        if func in _FREEZING:
+            raise frozen_late(read._parameter_name)
         raise stale_read(read._parameter_name, read._unit)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -106,11 +109,22 @@ class ReadGuard:
         versions = (0,) * len(self._versions) if readable else self._versions
         torch._C._autograd._unsafe_set_version_counter(self._parameters, versions)
 
+    def check_unwritten(self) -> None:
+        """Raise RuntimeError if an operation has changed a parameter in place while it was readable."""
+        for parameter, name, unreadable in zip(self._parameters, self._names, self._versions, strict=True):
+            if parameter._version not in (0, unreadable):
+                raise RuntimeError(
+                    f"{name}: is changed in place, and its memory holds a copy of the weights, which the "
+                    "next step replaces; call the engine's load_state_dict, or compute with a changed copy"
+                )
+
     def check_output(self, tensor: Tensor) -> None:
-        """Raise RuntimeError if a tensor that a unit's module returns is one of its parameters, or a view."""
-        base = tensor._base if tensor._is_view() else tensor
+        """Raise RuntimeError if a tensor that a unit's module returns has the memory of its parameters."""
+        if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return  # it has no address
+        start = tensor.data_ptr()
         for parameter, name in zip(self._parameters, self._names, strict=True):
-            if base is parameter:
+            if 0 <= start - parameter.data_ptr() < parameter.nbytes and parameter.is_contiguous():
                 raise RuntimeError(
                     f"{name}: is returned by the forward of its unit {self._unit}, and would change when "
                     "another unit is gathered; return a copy (.clone()), or what is computed from it"
@@ -134,6 +148,14 @@ def stale_read(name: str, unit: str) -> RuntimeError:
         f"{name}: is read while its unit {unit} is not gathered, so that it does not hold its weights; only "
         f"the forward of {unit} may read it: call that module, or list a module in units() whose forward has "
         "all uses"
+    )
+
+
+def frozen_late(name: str) -> RuntimeError:
+    """The error of a parameter that is frozen or unfrozen when its engine has been built."""
+    return RuntimeError(
+        f"{name}: requires_grad cannot change once the engine is built; build another model and engine "
+        "with it, and load the state_dict of this one"
     )
 
 

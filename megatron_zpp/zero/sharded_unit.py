@@ -74,7 +74,7 @@ class UnitGradient:
     """The gradient of a unit in the present step. gradients.py alone changes it."""
 
     state: GradientState = GradientState.EMPTY
-    arrived: int = 0  # parameters with gradients of this backward
+    arrived: set[int] = field(default_factory=set)  # ids of the parameters with gradients of this backward
     accumulated: Tensor | None = None
     segments: tuple[GradSegment, ...] = ()
     squares: Tensor | None = None
@@ -206,6 +206,18 @@ class Unit:
     def gathers_from_master(self) -> bool:
         """Whether the compute reads the master weights themselves (fp32)."""
         return self.gather_source.data_ptr() == self.master.data_ptr()
+
+    @property
+    def reads_master(self) -> bool:
+        """Whether modules read the master weights themselves, all of which this rank's optimizer changes."""
+        same = self.full.data_ptr() == self.master.data_ptr()
+        return same and len(self.full) == len(self.master)
+
+    def set_readable(self, readable: bool) -> None:
+        """Let modules read the parameters from now on, or no more. Raises RuntimeError if one was changed."""
+        if not readable and not self.reads_master:
+            self.guard.check_unwritten()
+        self.guard.set_readable(readable)
 
     @property
     def is_split(self) -> bool:

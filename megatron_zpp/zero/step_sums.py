@@ -37,6 +37,7 @@ class StepSums:
     def __init__(self, units: Sequence[Unit], gradients: Gradients, mesh: Mesh, sections: Sections) -> None:
         self._units, self._gradients, self._sections = list(units), gradients, sections
         self._mesh = mesh
+        self.in_order: Tensor | None = None  # (); whether all ranks have sent the same units, newest step
 
     def of_gradients(
         self, weight: float | None, formats: DifferenceFormats | None
@@ -46,7 +47,8 @@ class StepSums:
         `weight` is that of this rank's losses, None without weights. Squares are summed in fp32 in blocks
         that no shard boundary divides, then in fp64, whose rounding does not reach the result. So the
         clipping factor has the same bits however the gradient is sharded. What the newest exchange of weight
-        differences missed (`formats`) is added up with them.
+        differences missed (`formats`) is added up with them. The norm is NaN, which skips the step, if ranks
+        have sent units in different orders, because gradients of different units were then added up.
         """
         squares = []
         for units in (self._units[1:], self._units[:1]):  # the first unit's gradient is summed last
@@ -56,13 +58,18 @@ class StepSums:
                 squares += [self._gradients.squares_of(unit) for unit in units]
         with self._sections(GRADIENT_NORM):
             sums = [torch.cat(squares).sum(dtype=torch.float64).view(1)]
+            order = float(self._gradients.order)
+            sums += [torch.full_like(sums[0], order), torch.full_like(sums[0], order * order)]
             if weight is not None:  # counts once for all tensor ranks
                 sums.append(torch.full_like(sums[0], weight if self._mesh.tensor_rank == 0 else 0.0))
             measured = [] if formats is None else [formats.measured.flatten()]
             total = sum_over_ranks(torch.cat((*sums, *measured)), self._mesh)
             if formats is not None:
                 formats.decide(total[len(sums) :].view(-1, 2))
-        return total[0].sqrt(), None if weight is None else total[1]
+        # For numbers that differ n times the sum of squares is more than the square of the sum.
+        self.in_order = total[2] * self._mesh.world_size == total[1].square()
+        norm = torch.where(self.in_order, total[0].sqrt(), torch.nan)
+        return norm, None if weight is None else total[3]
 
     @torch.no_grad()
     def norm_of_weights(self) -> Tensor:

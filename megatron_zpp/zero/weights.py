@@ -42,7 +42,7 @@ class Weights:
             communication.plan,
             self._fill,
             sections,
-            lambda at, allowed: units[at].guard.set_readable(allowed),
+            lambda at, allowed: units[at].set_readable(allowed),
         )
         self._brought: dict[int, Pending] = {}  # by unit: the newest work that fills what is kept
         self._due = {index for index, unit in enumerate(units) if unit.kept is not None}  # to be brought

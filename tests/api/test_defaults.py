@@ -21,6 +21,7 @@ from megatron_zpp import (
     ZeroEngine,
 )
 from megatron_zpp.api import defaults
+from megatron_zpp.api.checks import check_model
 from megatron_zpp.api.defaults import layer_matrices
 from megatron_zpp.model.build import build_model
 from tests.api.models import Vision, engine_of, steps_of, steps_of_torch
@@ -218,6 +219,95 @@ def test_what_has_no_value_or_another_format_is_refused_by_name(
         engine_of(model)
 
 
+def with_(change: Callable[[Stack], Any]) -> Stack:
+    model = Stack()
+    change(model)
+    return model
+
+
+def listing(units: Callable[[Stack], Any]) -> Stack:
+    return with_(lambda model: setattr(model, "units", lambda: units(model)))
+
+
+def hooked(model: Stack) -> None:
+    """Trains no first row."""
+    model.head.weight.register_hook(lambda gradient: gradient * 0)
+
+
+def stepping(model: Stack) -> None:
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: with_(hooked), r"head.weight: has a hook, and the engine trains another parameter in its"),
+        (lambda: with_(stepping), r"head.weight: has a hook, and the engine trains another parameter in its"),
+        (lambda: with_(lambda it: setattr(it, "head", nn.LazyLinear(1))), r"head.weight: has no shape yet; "),
+        (
+            lambda: with_(lambda it: setattr(it, "kept", {"all": [it.head.weight]})),
+            r"kept: has the parameter head.weight, which the engine replaces where it is registered; ",
+        ),
+        (
+            lambda: with_(lambda it: setattr(it.head, "table", nn.Embedding(3, 4, sparse=True))),
+            r"head.table.weight: gradients are dense; build it with sparse=False",
+        ),
+        (
+            lambda: with_(lambda it: it.register_buffer("z", torch.zeros(2, dtype=torch.cfloat))),
+            r"z: is torch.complex64, and no checkpoint could have it; register it with persistent=False",
+        ),
+        (
+            lambda: listing(lambda it: [("same", each) for each in it.layers] + [("head", it.head)]),
+            r"same.linear.weight: two parameters have this name; units\(\) must name modules otherwise",
+        ),
+        (lambda: listing(lambda it: [*it.layers, it.head]), r"units\(\): must list pairs .*, not Layer"),
+        (lambda: listing(lambda it: {"head": it.head}), r"units\(\): must list pairs .*, not str"),
+        (
+            lambda: listing(lambda it: [("", it), ("other", nn.Linear(3, 3))]),
+            r"other.weight: units\(\) lists it, and it is no parameter of the model",
+        ),
+    ],
+)
+def test_what_an_engine_would_train_otherwise_is_refused_by_name(
+    make: Callable[[], nn.Module], said: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        engine_of(make())
+
+
+class Counts(nn.Linear):
+    """A state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+
+def test_states_that_no_checkpoint_has_are_said() -> None:
+    said: list[str] = []
+    model = nn.Sequential(Counts(4, 4), nn.Linear(4, 4))
+    ZeroEngine(model, Mesh(), device=torch.device("cpu"), say=said.append)
+    assert said == [" states of get_extra_state that no checkpoint has: 0"]
+
+
+def test_a_model_of_another_engine_is_refused() -> None:
+    model = Stack()
+    engine_of(model).close()
+    said = (
+        r"^layers.0.linear.weight: is another engine's; build a model anew, and load that one's state_dict$"
+    )
+    with pytest.raises(ValueError, match=said):
+        engine_of(model)
+
+
+def test_rows_that_each_rank_would_scale_otherwise_are_refused() -> None:
+    model = with_(lambda it: setattr(it, "table", nn.Embedding(3, 4, max_norm=1.0)))
+    units = [("", model)]
+    more: dict[str, Any] = {"decoupled": (), "inside_nodes": ()}
+    check_model(model, ZeroConfig(), units, ranks=1, **more)
+    with pytest.raises(ValueError, match=r"^table.weight: rows that max_norm changes on 2 ranks would be "):
+        check_model(model, ZeroConfig(), units, ranks=2, **more)
+
+
 def test_values_that_initialize_would_replace_are_refused_by_name() -> None:
     said = r"^layers.0.linear.weight: is on cpu, and initialize would replace its values; build"
     with pytest.raises(ValueError, match=said):
@@ -353,6 +443,45 @@ def test_muon_refuses_what_it_would_not_obey(settings: dict[str, Any], said: str
     )
     with pytest.raises(ValueError, match=f"^{said}$"):
         ZeroEngine(model, Mesh(), config, device=torch.device("cpu"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (
+            torch.optim.SGD([torch.zeros(1)]),
+            "optimizer SGD: must be an object with state_names: an UpdateRule",
+        ),
+        (Stateless, "optimizer Stateless: must be an object with state_names: an UpdateRule"),
+        (Stateless("weights"), "optimizer weights: is the name of a state of the engine; give another"),
+        (Stateless("residual_of_sums"), "optimizer residual_of_sums: is the name of a state of the engine"),
+    ],
+)
+def test_a_rule_that_cannot_step_is_refused(rule: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        engine_of(Stack(), optimizer=rule)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"matrices": ["head.weight"]},
+            "matrices head.weight: must have the rows of the matrices by a param",
+        ),
+        ({"matrices": {"head.weight": 1}}, r"matrices .*: must be rows .* of \(1, 12\), such as \(1,\)"),
+        ({"matrices": {"head.bias": (1,)}}, r"matrices .*: has the shape \(1,\), and is no matrix; omit it"),
+        (
+            {"decoupled": "head.weight"},
+            'decoupled head.weight: must be a collection of names: {"head.weight"}',
+        ),
+        ({"inside_nodes": "head"}, 'inside_nodes head: must be a collection of names: {"head"}'),
+    ],
+)
+def test_names_and_rows_of_another_form_are_refused(settings: dict[str, Any], said: str) -> None:
+    config = EngineConfig(optimizer=OptimizerConfig(optimizer="muon"))
+    with pytest.raises(ValueError, match=f"^{said}"):
+        ZeroEngine(Stack(), Mesh(), config, device=torch.device("cpu"), **settings)
 
 
 @pytest.mark.parametrize("muon", [False, True])

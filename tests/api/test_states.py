@@ -193,6 +193,39 @@ def test_states_that_do_not_fit_are_refused_on_all_ranks() -> None:
         ]
 
 
+class OddlyStored(nn.Linear):
+    """Has buffers whose elements lie otherwise in memory, or share some of it."""
+
+    def __init__(self) -> None:
+        super().__init__(12, 1)
+        self.register_buffer("transposed", torch.randn(2, 3).t())
+        self.register_buffer("expanded", torch.randn(3).expand(2, 3))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (super().forward(x)[:, 0] - y).square().mean()
+
+
+def buffers_come_back(topology: Topology, directory: str) -> bool:
+    torch.manual_seed(topology.rank)
+    engine, others = engine_of(OddlyStored(), topology.mesh()), []
+    state = engine.state_dict()
+    engine.save(directory)
+    for _ in range(2):
+        others.append(engine_of(OddlyStored(), topology.mesh()))
+    others[0].load_state_dict(state)
+    others[1].load(directory)
+    torch.manual_seed(0)
+    expected = dict(OddlyStored().named_buffers())
+    assert all(same(dict(each.model.named_buffers()), expected) for each in (engine, *others))
+    return True
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_buffers_that_lie_otherwise_in_memory_come_back(tmp_path: Path, ranks: int) -> None:
+    assert all(on_ranks(ranks, buffers_come_back, str(tmp_path)))
+
+
 class Other(nn.Linear):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return super().forward(x).mean()

@@ -140,6 +140,24 @@ class Normalised(Layer):
         return super().encode(self.norm(x))
 
 
+class ReadsInHook(Layer):
+    """Its hook reads its weight before the forward, as that of nn.utils.weight_norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        scale = lambda module, inputs: (inputs[0] * (1 + module.linear.weight.mean()),)  # noqa: E731
+        self.register_forward_pre_hook(scale)
+
+
+def compiled(make: Callable[[], nn.Module], *, in_place: bool) -> nn.Module:
+    """A module with torch.compile around it, which traces the calls of its hooks too."""
+    module = make()
+    if in_place:
+        module.compile(backend="eager")
+        return module
+    return torch.compile(module, backend="eager")
+
+
 class Attends(nn.Module):
     """A layer of torch that returns (output, weights)."""
 
@@ -239,6 +257,7 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "tied inside": stack_of(TiesInside),
     "the rest": ReadsTheRest,
     "nested": stack_of(Deep, Nested),
+    "hook": stack_of(ReadsInHook),
 }
 
 
@@ -358,6 +377,22 @@ class ReturnsAWeight(Layer):
         return self.encode(x), self.linear.weight.t()
 
 
+class ReturnsDetached(Layer):
+    def forward(self, x: Tensor) -> Any:
+        return self.encode(x), self.linear.weight.detach()
+
+
+def uses_returned(stack: Stack, x: Tensor) -> Tensor:
+    """Reads the weights of all layers behind the last one, without gradients."""
+    weights = []
+    for layer in stack.layers:
+        x, weight = layer(x)
+        weights.append(weight)
+    for weight in weights:
+        x = torch.tanh(F.linear(x, weight))
+    return x
+
+
 def loss_and(more: Callable[[Stack], Tensor]) -> type[Stack]:
     """Adds to the loss what the model computes of its weights, or of what its layers kept."""
     return stack_that(forward=lambda stack, x, y: Stack.forward(stack, x, y) + more(stack))
@@ -371,6 +406,7 @@ READS: dict[str, Callable[[], nn.Module]] = {  # a weight of a layer, where it i
     "between": stack_that(hidden=reads_between),
     "kept": stack_of(Keeps, loss_and(lambda it: sum(layer.kept.mean() for layer in it.layers))),
     "returned": stack_of(ReturnsAWeight, TakesFirst),
+    "returned detached": stack_of(ReturnsDetached, stack_that(hidden=uses_returned)),
 }
 
 

@@ -1,0 +1,243 @@
+"""Micro-batches, losses and parameters that no step could count as meant: refused in one line."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_zpp import PrecisionConfig, Topology
+from tests.api.models import Vision, engine_of, steps_of
+from tests.api.test_states import same
+from tests.support import refusal
+from tests.zero.own_modules import WIDTH, Layer, Stack, batch_of, stack_of, stack_that
+from tests.zero.ranks import on_ranks
+
+BF16 = PrecisionConfig(bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        (
+            [],
+            "step: 0 of 1 micro-batches are there; call accumulate, which runs the backward, for each first",
+        ),
+        ([(0, 2, None)], "step: 1 of 2 micro-batches are there; .*"),
+        (
+            [(0, 3, None), (2, 3, None)],
+            "index 2 of 3: the step has 1 of 3 micro-batches; each comes once, .*",
+        ),
+        ([(0, 3, None), (1, 3, None), (1, 3, None)], "index 1 of 3: the step has 2 of 3 .*"),
+        ([(0, 4, None), (1, 2, None)], "index 1 of 2: the step has 1 of 4 .*"),
+        ([(1, 2, None)], "index 1 of 2: the step has 0 of 1 .*"),
+        ([(5, 2, None)], "index 5: must be 0 to micro_batches - 1, which is 1"),
+        ([(0, 2, 1.0), (1, 2, None)], "weight None: give one to each micro-batch of a step, or to none"),
+        ([(0, 2, None), (1, 2, 0.0)], "weight 0.0: give one to each micro-batch of a step, or to none"),
+    ],
+)
+def test_a_step_has_each_micro_batch_once(calls: list[tuple[int, int, float | None]], said: str) -> None:
+    engine = engine_of(Stack())
+
+    def step() -> None:
+        for index, micro_batches, weight in calls:
+            engine.accumulate(batch_of(0, index), index=index, micro_batches=micro_batches, weight=weight)
+        engine.step(1e-2)
+
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        step()
+    steps_of(engine, steps=1)  # micro-batch 0 begins a step
+
+
+def test_gradients_that_are_dropped_are_said() -> None:
+    """A step of one micro-batch may be abandoned, and looks like one of several whose number is not given."""
+    engine, other = (engine_of(Vision()) for _ in range(2))
+    other.load_state_dict(engine.state_dict())
+    engine.accumulate(batch_of(7, 7))
+    with pytest.warns(UserWarning, match="micro-batch 0 drops the gradients since the last step") as said:
+        losses = steps_of(engine)
+    assert [each.filename.rpartition("/")[2] for each in said] == ["models.py"]  # who called
+    assert losses == steps_of(other)
+
+
+@pytest.mark.parametrize(
+    ("batch", "shown"),
+    [
+        ({"x": torch.ones(2, WIDTH)}, "dict"),
+        ((torch.ones(2, WIDTH), 3), "with int at 1"),
+        ([None, torch.ones(2)], "with NoneType at 0"),
+        ((), "tuple"),
+        ("text", "str"),
+        (torch.ones(3), r"of shape \(3,\)"),
+    ],
+)
+def test_what_is_no_batch_is_refused(batch: Any, shown: str) -> None:
+    engine = engine_of(Stack())
+    for call in (engine.accumulate, engine.evaluate):
+        with pytest.raises(ValueError, match=rf"^batch {shown}: is no batch: give \(B, T \+ 1\) tokens, or"):
+            call(batch)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (lambda loss: {"loss": loss}, "loss dict: the forward must return the mean loss"),
+        (lambda loss: (loss, None), "loss tuple: "),
+        (lambda loss: None, "loss NoneType: "),
+        (lambda loss: loss.expand(2), r"loss torch.float32 of shape \(2,\): "),
+        (lambda loss: loss.long(), r"loss torch.int64 of shape \(\): "),
+        (lambda loss: loss.detach(), "loss without a gradient: the forward must compute it of parameters"),
+    ],
+)
+def test_what_is_no_loss_is_refused(changed: Callable[[Tensor], Any], said: str) -> None:
+    make = stack_that(forward=lambda it, x, y: changed(Stack.forward(it, x, y)))
+    with pytest.raises(ValueError, match=f"^{said}"):
+        engine_of(make()).accumulate(batch_of(0, 0))
+
+
+def test_another_default_dtype_is_refused() -> None:
+    """Master weights and sums would have it."""
+    engine, model = engine_of(Stack()), Stack()
+    said = "torch.set_default_dtype torch.bfloat16: master weights and sums are fp32; set torch.float32 again"
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert refusal(engine_of, model).startswith(said)
+        assert refusal(engine.accumulate, batch_of(0, 0)).startswith(said)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_freezing_a_parameter_under_an_engine_is_refused(stage: int, trained: bool) -> None:
+    model = Stack()
+    model.layers[1].requires_grad_(not trained)
+    engine = engine_of(model, zero_stage=stage)
+    steps_of(engine, steps=1)
+
+    def change() -> None:
+        model.layers[1].requires_grad_(trained)
+        steps_of(engine, steps=1)
+
+    said = refusal(change, error=RuntimeError)
+    assert said.startswith("layers.1.linear.weight: requires_grad cannot change once the engine is built; ")
+
+
+class Clamps(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return super().forward(x.to(self.linear.weight.dtype))
+
+
+def clamp_twice(topology: Topology) -> list[str]:
+    """In the forward, at all stages at which the memory that it changes is a copy of the master weights."""
+    said = []
+    for stage in (1, 2, 3):
+        engine = engine_of(stack_of(Clamps)(), topology.mesh(), zero_stage=stage)
+        said.append(refusal(steps_of, engine, error=RuntimeError))
+        engine.close()
+    return said
+
+
+def test_weights_that_are_changed_in_place_are_refused_where_the_change_would_be_lost() -> None:
+    said = [
+        refusal(steps_of, engine_of(stack_of(Clamps)(), zero_stage=0, precision=BF16), error=RuntimeError)
+    ]
+    for each in on_ranks(2, clamp_twice):
+        said += each
+    assert len(said) == 7
+    assert all(each.startswith("layers.0.linear.weight: is changed in place, and its ") for each in said)
+    steps_of(engine_of(stack_of(Clamps)(), zero_stage=0))  # the master weights themselves
+
+
+@pytest.mark.parametrize("precision", [BF16, None])
+def test_the_models_own_load_state_dict_is_refused_where_it_would_be_lost(
+    precision: PrecisionConfig | None,
+) -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, 1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.head(x.to(self.head.weight.dtype))[:, 0].float() - y).square().mean()
+
+    engine, other = (engine_of(Casts(), zero_stage=0, precision=precision) for _ in range(2))
+    weights = Casts().state_dict()
+    engine.model.load_state_dict(weights)
+    other.load_state_dict({"model": weights}, optimizer=False)
+    if precision is None:
+        assert steps_of(engine) == steps_of(other)
+    else:
+        assert refusal(steps_of, engine, error=RuntimeError).startswith("head.weight: is changed in place")
+
+
+class Drifts(Layer):
+    """Changes a buffer so that torch counts no change, as codebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("code", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.code.data.add_(x.detach().mean(0))
+        return super().forward(x)
+
+
+def drift(topology: Topology) -> str:
+    return refusal(steps_of, engine_of(stack_of(Drifts)(), topology.mesh()), error=RuntimeError)
+
+
+def test_buffers_that_become_different_ones_on_each_rank_are_refused() -> None:
+    said = on_ranks(2, drift)
+    assert said[0] == said[1]
+    assert said[0].startswith("layers.0.code: a buffer that the 2 ranks hold different values of; ")
+
+
+class Chooses(Layer):
+    """Reads a parameter where its batch asks for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.other = nn.Parameter(torch.zeros(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return torch.tanh(self.other(x + self.shift)) if x[0, 0] > 0 else x
+
+
+class ChoosesAlike(Chooses):
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = super().forward(x)
+        return chosen + 0 * (self.shift.sum() + self.other.weight.sum() + self.other.bias.sum())
+
+
+def choose(topology: Topology, stage: int, alike: bool) -> list[str]:
+    """What is said of two steps, in which the ranks take turns in reading all parameters."""
+    torch.manual_seed(0)
+    engine = engine_of(stack_of(ChoosesAlike if alike else Chooses)(), topology.mesh(), zero_stage=stage)
+    before, said = engine.state_dict(), []
+    for step in range(2):
+        x, y = batch_of(step, topology.rank)
+        x[0, 0] = 50.0 if (topology.rank + step) % 2 else -50.0
+        engine.accumulate((x, y))
+        try:
+            engine.step(1e-2)
+        except RuntimeError as error:
+            said.append(str(error))
+    after = engine.state_dict()
+    weights = (state.get("model", {}) for state in (before, after))  # steps are counted
+    assert same(*weights) is (bool(said) or topology.rank > 0)
+    engine.close()
+    return said
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_units_whose_gradients_ranks_make_in_different_orders_are_refused(stage: int) -> None:
+    """They would be added to those of other units. No rank takes the step."""
+    assert on_ranks(2, choose, stage, True) == [[], []]
+    for said in on_ranks(2, choose, stage, False):
+        assert len(said) == 2
+        assert all(each.startswith("step: is skipped, because ranks have made gradients") for each in said)
