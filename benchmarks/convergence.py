@@ -107,7 +107,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--eval-samples", type=int)
     parser.add_argument("--evaluations", type=int, help="in the last tenth of the steps")
-    parser.add_argument("--compile", action="store_true", help="compile layers (GPUs)")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs of forward and backward")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
     parser.add_argument("--threads", type=int, default=1, help="of each process on CPUs")
@@ -254,7 +253,6 @@ def run_settings(options: argparse.Namespace) -> dict[str, Any]:
         "attention": options.attention or attention,
         "eval_samples": options.eval_samples or samples,
         "evaluations": options.evaluations or evaluations,
-        "compile": options.compile,
         **({"graphs": True} if options.graphs else {}),
         **tuned,
     }

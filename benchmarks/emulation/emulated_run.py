@@ -55,7 +55,6 @@ class RunSettings:
     attention: str = "math"
     eval_samples: int = 512
     evaluations: int = 4  # in the last tenth of the steps: their mean is the final loss
-    compile: bool = False
     graphs: bool = False  # a forward and its backward are one CUDA graph
     text: Mapping[str, Any] | None = None  # Text.described, or the synthetic language
     adamw: Mapping[str, float] = field(default_factory=dict)  # AdamWSettings that are not the defaults
@@ -328,8 +327,6 @@ def _ranks(
         seed=seed,
         attention=DotProduct(None if settings.attention == "auto" else settings.attention),
     )
-    if settings.compile:
-        _compile(flat, settings, config.seq_length, device)
     if settings.graphs:
         flat.backward = Graphed(flat.backward).replay  # type: ignore[method-assign]
     if rung.nudged:
@@ -388,13 +385,3 @@ def _evaluated_at(settings: RunSettings) -> set[int]:
     """Steps after which a run is evaluated: the last one, and others before it at equal distances."""
     distance = max(1, settings.steps // 10 // settings.evaluations)
     return {settings.steps - distance * index for index in range(settings.evaluations)} - {0}
-
-
-def _compile(flat: FlatModel, settings: RunSettings, tokens: int, device: torch.device) -> None:
-    from megatron_zpp.train.setup.compiling import compile_parts
-
-    torch._dynamo.reset()
-    ranks = settings.nodes * settings.ranks_per_node
-    forwards = max(ranks, (settings.islands or {}).get("count", 1))
-    shape = settings.micro_batch_size * ranks // forwards, tokens
-    compile_parts(flat.model, shape, lambda line: None, on_gpu=device.type == "cuda")

@@ -147,7 +147,7 @@ class CommStream:
         """Send part r of `sent` (ranks · n,) to group rank r, and receive part r of `received` from it.
 
         Between two nodes an all-gather of the parts for the other rank does it with as many bytes. NCCL's
-        messages are longer there, which is faster over TCP (docs/internals/nccl_tcp.md).
+        messages are longer there, which is faster over TCP (docs/internals/communication.md).
         """
         if self._group is None:
             copy(received, sent)
