@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_zpp.storage.files import fsync
-from megatron_zpp.storage.waits import attempt_wait, growing_waits
 
 POLL_SECONDS = 0.1  # until the second look of a process that waits
 EVERY_SECONDS = 10.0  # between two lines of progress
@@ -113,6 +112,8 @@ def _acquire(
     every_seconds: float,
 ) -> bool:
     """Return whether the lock was acquired; not if another process has made `library` meanwhile."""
+    from megatron_zpp.storage.waits import attempt_wait, growing_waits
+
     started, said, waits, attempt_at = time.monotonic(), 0, growing_waits(POLL_SECONDS), -math.inf
     while True:
         if time.monotonic() >= attempt_at:
