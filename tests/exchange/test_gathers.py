@@ -38,6 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "plain": ({}, False),
     "coded": ({}, True),
     "qwZ": (QWZ, False),
+    "qwZ, coded": (QWZ, True),
     "hpZ": (HPZ, False),
     "hpZ, coded": (HPZ, True),
     "hpZ of pairs": (PAIRS, False),
