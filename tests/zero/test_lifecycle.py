@@ -126,19 +126,6 @@ def test_new_weights_wait_for_their_own_gather_alone() -> None:
     assert walk.weights() == [GATHERED, GATHERING, SHARDED, SHARDED]
 
 
-def test_a_load_discards_gathers_under_way() -> None:
-    walk = Walk(plan_of(3, zero_stage=3))
-    walk.step()
-    for index in walk.units:
-        walk.prefetcher.changed(index)
-    assert walk.weights() == [SHARDED] * 3
-    assert walk.taken() == [0, 1]
-    walk.prefetcher.begin(Phase.FORWARD)
-    walk.prefetcher.before_forward(0)
-    assert walk.weights() == [GATHERED, GATHERING, SHARDED]
-    assert walk.taken() == [0, 1]
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_below_stage_3_each_unit_has_its_slot(stage: int) -> None:
     walk = Walk(plan_of(3, zero_stage=stage))

@@ -167,12 +167,3 @@ def test_no_pass_waits_for_halves_that_could_be_gathered_ahead() -> None:
         for prefetch in (1, 2, 3):
             assert late_gathers(recompute, prefetch) == [], (recompute, prefetch)
     assert late_gathers("stored", 0) != []
-
-
-@pytest.mark.parametrize(("recompute", "slots"), [("stored", (1, 1)), ("full", (2, 1))])
-def test_halves_take_turns_in_as_few_slots_as_they_need(recompute: str, slots: tuple[int, int]) -> None:
-    """With one unit ahead: whole layers have two slots, which is twice as much memory, or a half more."""
-    plan = build(Topology(), {"zero_stage": 3} | SUBLAYER, recompute).plan
-    of_attention, of_mlp = (set(plan.slots[first : 1 + 2 * LAYERS : 2]) for first in (1, 2))
-    assert (len(of_attention), len(of_mlp)) == slots
-    assert not of_attention & of_mlp
