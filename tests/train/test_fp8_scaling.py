@@ -30,6 +30,7 @@ FLAGS = (
 
 
 def engine_of(topology: Topology, *more: str) -> ZeroEngine:
+    torch.set_num_threads(1)  # as each of several ranks has; sums of more threads have other bits
     config = parse_args([*FLAGS, *DELAYED, *more])
     return build_engine(config, 61, prepare_device(config, topology), topology)
 
@@ -61,7 +62,6 @@ def three_steps(engine: ZeroEngine, found: dict[str, Any] | None = None) -> list
 
 def shared_scales(topology: Topology, directory: str, *more: str) -> dict[str, Any]:
     """Losses of three steps, and scales after them, after a skipped one and as saved."""
-    torch.set_num_threads(1)
     engine = engine_of(topology, *more)
     rank = engine.mesh.data_rank
     found: dict[str, Any] = {}
@@ -112,26 +112,7 @@ def test_ranks_have_equal_scales_and_any_grid_loads_them(model: str, tmp_path: P
         assert state_of(other) == ranks[0]["state"]
         other.close()
     tensor, one = (torch.tensor(found["losses"]) for found in (ranks[0], alone))
-    far = (tensor - one).abs() / one
-    assert far[:2].max() < 2**-10  # before the first step
-    rounded = torch.stack([torch.tensor(losses_of_rounded(seed, *flags)) for seed in (1, 2)])
-    assert (far <= 4 * ((rounded - one).abs() / one).amax(0).cummax(0).values).all()
-
-
-def losses_of_rounded(seed: int, *more: str) -> list[float]:
-    """Losses of `shared_scales` for weights that differ by about a rounding to bf16.
-
-    Steps amplify such differences, and the sums of tensor ranks are rounded elsewhere.
-    """
-    engine, generator = engine_of(Topology(), *more), torch.Generator().manual_seed(seed)
-
-    def move(index: int, elements: range, weights: torch.Tensor) -> None:
-        weights.mul_(1 + 2**-9 * torch.randn(len(weights), generator=generator))
-
-    engine.states.fill("weights", move)
-    losses = three_steps(engine)
-    engine.close()
-    return losses
+    assert ((tensor - one).abs() / one)[:2].max() < 2**-10  # before the first step
 
 
 def losses_of(path: Path) -> list[tuple[float, float]]:
@@ -179,7 +160,6 @@ def test_a_resumed_run_and_one_with_evaluations_have_the_same_bits(tmp_path: Pat
 @pytest.mark.parametrize("more", [nightly([]), ["--fp8-param-gather"]], ids=str)
 def test_one_graph_after_the_first_step(more: list[str]) -> None:
     """Compiled layers have the same numbers, and are compiled once, with evaluations before and between."""
-    torch.set_num_threads(1)
     found = []
     for compiled in (False, True):
         torch._dynamo.reset()
