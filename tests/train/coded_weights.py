@@ -107,7 +107,3 @@ def resumed(
     found = [take_step(again, step) for step in (2, 3)]
     again.close()
     return expected, found, seen
-
-
-def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return all(torch.equal(codes, second[name]) for name, codes in first.items())

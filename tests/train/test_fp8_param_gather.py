@@ -26,7 +26,6 @@ from tests.train.coded_weights import (
     Measured,
     check_codes,
     codes_of,
-    equal,
     masters_of,
     products,
     resumed,
@@ -35,6 +34,7 @@ from tests.train.coded_weights import (
     take_step,
 )
 from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, state_of
+from tests.zero.engines import same_bits
 from tests.zero.offloading import offloaded
 from tests.zero.ranks import on_ranks
 
@@ -176,7 +176,7 @@ def test_checkpoints_load_with_the_flag_and_without(tmp_path: Path) -> None:
             )
         (plain, weights, state, loss), (held, same, too, near) = engines
         assert state == too
-        assert equal(weights, same)
+        assert same_bits(weights, same)
         assert near == pytest.approx(loss, rel=0.01)
         check_codes(held, scales_of(held))
         plain.close()

@@ -189,20 +189,15 @@ class Heard(Activity):
         self.patient[text] = patient
 
 
-def marks_of(argv: list[str]) -> dict[str, bool]:
-    heard = Heard()
-    train_here(argv, heard)
-    return heard.patient
-
-
 def test_the_first_evaluation_of_a_resumed_run_may_build_its_kernels(
     flags: list[str], tmp_path: Path
 ) -> None:
     """The compiler builds the graph without gradients then, after quick steps."""
     saved = ["--save", str(tmp_path), "--load", str(tmp_path), "--eval-iters", "8"]
     run = [*flags, *saved, "--train-iters", "4", "--eval-interval", "2"]
-    marks_of([*run, "--exit-interval", "1"])
-    marks = marks_of(run)
+    train_here([*run, "--exit-interval", "1"])
+    train_here(run, heard := Heard())
+    marks = heard.patient
     parts = ["reading micro-batch 1 of 1", "micro-batch 1 of 1", "optimizer", "report"]
     assert [marks[f"step 4, {part}"] for part in parts] == [False] * 4
     assert not marks["step 3, micro-batch 1 of 1"]

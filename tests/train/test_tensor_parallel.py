@@ -105,6 +105,7 @@ def test_a_run_learns_what_one_rank_does(stage: str, tmp_path: Path) -> None:
     alone, _ = trained(1, tmp_path / "1", *flags)
     four, said = trained(4, tmp_path / "4", *flags, *shared)
     assert "2 data ranks × 2 tensor ranks" in said
+    assert "| params norm: " in said
     for key in ("lm_loss", "z_loss", "grad_norm", "params_norm"):
         assert of(four, key) == pytest.approx(of(alone, key), rel=1e-6), key
 
@@ -155,6 +156,16 @@ def test_the_trial_of_attention_takes_what_a_rank_attends_to_at_once(
     )
     check_attention(config, prepare_device(config, Topology(0, 8, 0, 8)))
     assert tried == [tokens]
+
+
+@pytest.mark.nightly
+def test_8_bit_products_of_shared_layers_learn_alike(tmp_path: Path) -> None:
+    """Each rank scales its own part of a tensor, so that losses agree within the formats' rounding."""
+    wide = "--hidden-size 64 --bf16 --fp8 --train-iters 3 --eval-iters 0".split()
+    alone, _ = trained(1, tmp_path / "1", *wide)
+    shared, said = trained(2, tmp_path / "2", *wide, "--tensor-model-parallel-size", "2", "--zero-stage", "1")
+    assert "CPU, bfloat16 with 8-bit products, ZeRO stage" in said
+    assert of(shared, "lm_loss") == pytest.approx(of(alone, "lm_loss"), rel=2**-8)
 
 
 def test_halves_of_layers_and_tables_have_their_rates_beside_muon() -> None:

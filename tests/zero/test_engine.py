@@ -126,6 +126,15 @@ def test_more_micro_batches_do_not_weaken_the_loss_scale(stage: int, scale: dict
     assert same_bits(found[0][1], found[1][1])
 
 
+def test_parameters_are_aligned_views_of_their_units_buffer() -> None:
+    engine = engine_of(MODEL, VOCAB, precision=PrecisionConfig(bf16=True))
+    starts = {unit.full.untyped_storage().data_ptr() for unit in engine.units}
+    assert len(starts) == len(engine.units) == 4
+    for parameter in engine.model.parameters():
+        assert parameter.untyped_storage().data_ptr() in starts
+        assert parameter.storage_offset() * parameter.element_size() % 256 == 0
+
+
 @pytest.mark.parametrize(
     ("stage", "precision", "large"),
     [
