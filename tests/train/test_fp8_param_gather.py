@@ -34,8 +34,7 @@ from tests.train.coded_weights import (
     take_step,
 )
 from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, state_of
-from tests.zero.engines import same_bits
-from tests.zero.offloading import offloaded
+from tests.zero.engines import offloaded, same_bits
 from tests.zero.ranks import on_ranks
 
 MUP = "--use-mup --mup-base-hidden-size 16".split()

@@ -1,8 +1,10 @@
 """Engines around a small GPT, the same one in every test of the engine."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from megatron_zpp.model.build import build_model, exchanges_of, norm_classes
 from megatron_zpp.model.parallel.layers import splits_of
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import within
+from megatron_zpp.zero import adamw, optimizer
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import owners_of
 from megatron_zpp.zero.optimizer import UpdateRule
@@ -188,3 +191,14 @@ def train(engine: ZeroEngine, steps: range, micro_batches: int = 2) -> list[floa
         engine.evaluate(data[0, 0]).item(),
         engine.next_token_logits(data[0, 0, :1, :-1]).sum().item(),
     ]
+
+
+@contextmanager
+def offloaded() -> Iterator[None]:
+    """Engines that are built and stepped in this block have an OffloadedOptimizer, without a GPU."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(adamw, "DeviceOptimizer", optimizer.OffloadedOptimizer))
+        stack.enter_context(patch.object(optimizer, "_pinned_like", torch.empty_like))
+        for part in ("Stream", "stream", "current_stream"):
+            stack.enter_context(patch.object(torch.cuda, part))
+        yield

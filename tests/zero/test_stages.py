@@ -25,8 +25,7 @@ from megatron_zpp.zero.prefetch import Phase
 from megatron_zpp.zero.sharded_unit import GradientState, UnitGradient
 from tests.support import nightly
 from tests.zero.engines import engine_of, model_of, needed
-from tests.zero.ranks import on_ranks
-from tests.zero.shared_memory import SharedMemoryStream
+from tests.zero.ranks import SharedMemoryStream, on_ranks
 
 VOCAB, STEPS = 101, 3
 MODEL = model_of(num_layers=4, seq_length=10, hidden_dropout=0.1, attention_dropout=0.1)
