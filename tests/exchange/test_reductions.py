@@ -40,8 +40,7 @@ from tests.exchange.sums_of_units import (
     possible,
 )
 from tests.test_placement import coded, meshes, wides
-from tests.zero.layouts import layout_of
-from tests.zero.quantizing import copy_engines, operations, this_device
+from tests.zero.engines import copy_engines, layout_of, operations, this_device
 from tests.zero.ranks import on_ranks
 
 

@@ -9,7 +9,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
-from tests.zero.layouts import layout_of
+from tests.zero.engines import layout_of
 
 
 def zero(**settings: object) -> ZeroConfig:

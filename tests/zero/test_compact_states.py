@@ -15,8 +15,7 @@ from megatron_zpp.zero.adamw import TorchAdamW
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import all_states, engine_of, model_of, weights_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import all_states, engine_of, model_of, operations, weights_of
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import QWZ
 

@@ -11,8 +11,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.loss import keeps_gradient
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.zero.engines import engine_of, model_of, same_bits, weights_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import engine_of, model_of, operations, same_bits, weights_of
 
 VOCAB, RATE = 101, 3e-3
 MODEL = model_of(hidden_size=32, num_attention_heads=4)

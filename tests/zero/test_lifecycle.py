@@ -9,7 +9,7 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.prefetch import Phase, Prefetcher, WeightState
-from tests.zero.layouts import layout_of
+from tests.zero.engines import layout_of
 
 SHARDED, GATHERING, GATHERED = WeightState.SHARDED, WeightState.GATHERING, WeightState.GATHERED
 MESH = Mesh(nodes=2, local_ranks=2)

@@ -16,8 +16,7 @@ from megatron_zpp.train.setup.build_engine import DECOUPLED
 from megatron_zpp.zero.adamw import KernelAdamW, TorchAdamW
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.optimizer import DeviceOptimizer, OffloadedOptimizer
-from tests.zero.engines import engine_of, model_of, offloaded, weights_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import engine_of, model_of, offloaded, operations, weights_of
 from tests.zero.ranks import on_ranks
 
 VOCAB = 101

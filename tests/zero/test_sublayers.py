@@ -16,8 +16,16 @@ from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
 from tests.zero import zeropp_engines as zeropp
-from tests.zero.engines import all_states, engine_of, model_of, needed, same_bits, train, weights_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import (
+    all_states,
+    engine_of,
+    model_of,
+    needed,
+    operations,
+    same_bits,
+    train,
+    weights_of,
+)
 from tests.zero.ranks import on_ranks
 from tests.zero.test_stages import RECOMPUTE
 

@@ -15,8 +15,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.support import nightly
-from tests.zero.engines import engine_of, model_of, states_of, weights_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import engine_of, model_of, operations, states_of, weights_of
 from tests.zero.ranks import on_ranks
 
 VOCAB, SAMPLES = 250, 4
