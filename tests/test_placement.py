@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.placement import ALIGNMENT, SHARD_MULTIPLE, Layout, Placement, Split
-from tests.zero.layouts import layout_of
+from tests.zero.engines import layout_of
 
 MESHES = [
     Mesh(),

@@ -32,8 +32,7 @@ from megatron_zpp.zero import difference_formats
 from megatron_zpp.zero.gradients import SIGNS_SEED
 from tests.checkpoint.saving import digest
 from tests.support import nightly
-from tests.zero.engines import engine_of, weights_of
-from tests.zero.quantizing import operations, this_device
+from tests.zero.engines import engine_of, operations, this_device, weights_of
 from tests.zero.ranks import on_ranks
 
 VOCAB, SEED = 101, 3

@@ -25,8 +25,7 @@ from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE
 from tests.support import flipped
-from tests.zero.engines import engine_of, states_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import engine_of, operations, states_of
 
 FIRST, SECOND, TOKENIZER = Progress(5, 50), Progress(10, 100), engines.TOKENIZER
 

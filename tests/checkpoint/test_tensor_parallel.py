@@ -18,8 +18,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS
 from tests.checkpoint.saving import FIRST, TOKENIZER, digest, digests, save
 from tests.support import nightly
-from tests.zero.engines import engine_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import engine_of, operations
 from tests.zero.ranks import on_ranks
 from tests.zero.test_tensor_parallel import MODELS, VOCAB
 

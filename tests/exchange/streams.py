@@ -17,8 +17,8 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from tests.support import nightly
-from tests.zero.quantizing import copy_engines, this_device
-from tests.zero.shared_memory import SharedMemoryStream
+from tests.zero.engines import copy_engines, this_device
+from tests.zero.ranks import SharedMemoryStream
 
 Sizes = tuple[int, int, int]  # nodes, data ranks of a node, tensor ranks
 GRIDS = [  # lists of sizes, each of as many ranks

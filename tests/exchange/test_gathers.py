@@ -24,8 +24,7 @@ from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.weight_plan import WeightPlan
 from tests.exchange.streams import GRIDS, Opened, Sizes, Watch, mesh_of
-from tests.zero.layouts import layout_of
-from tests.zero.quantizing import operations, this_device
+from tests.zero.engines import layout_of, operations, this_device
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import HPZ, QWZ
 
@@ -38,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "plain": ({}, False),
     "coded": ({}, True),
     "qwZ": (QWZ, False),
+    "qwZ, coded": (QWZ, True),
     "hpZ": (HPZ, False),
     "hpZ, coded": (HPZ, True),
     "hpZ of pairs": (PAIRS, False),

@@ -9,6 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_zpp.distributed.topology import Topology
@@ -16,7 +18,7 @@ from megatron_zpp.exchange import route
 from megatron_zpp.exchange.codecs import Rotation, clear
 from megatron_zpp.exchange.reductions import Target
 from megatron_zpp.exchange.route import SentBytes
-from megatron_zpp.exchange.segments import GradSegment
+from megatron_zpp.exchange.segments import GradSegment, join, segments_inside, segments_of
 from megatron_zpp.exchange.sums import TORCH_SUMS
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.signs import Signs
@@ -37,7 +39,8 @@ from tests.exchange.sums_of_units import (
     layouts,
     possible,
 )
-from tests.zero.quantizing import copy_engines, operations, this_device
+from tests.test_placement import coded, meshes, wides
+from tests.zero.engines import copy_engines, layout_of, operations, this_device
 from tests.zero.ranks import on_ranks
 
 
@@ -182,16 +185,6 @@ def test_a_reduction_is_the_sum_over_all_ranks(grids: list[Sizes]) -> None:
     check(grids, on_ranks(nodes * local * tensor, sums, grids))
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1), (2, 2, 1), (3, 2, 1), (2, 4, 1)])
-def test_each_element_that_crosses_nodes_has_signs_of_its_own(sizes: Sizes) -> None:
-    """Signs that repeat would round equal parts equally, and errors would add up. They start at 128s."""
-    for unit, layout in enumerate(layouts(mesh_of(sizes))):
-        runs = list(Expected(codes("rotated4"), sizes, unit).runs())
-        numbers = [range(number, number + len(elements)) for elements, number in runs]
-        assert sorted(each for run in numbers for each in run) == list(range(layout.numel))
-        assert {run.start % 128 for run in numbers} == {0}
-
-
 def held_up(topology: Topology, sizes: Sizes, case: Case) -> tuple[bool, int, bool]:
     """Whether the next exchange between nodes began while the first was held, how many sums of a node had
     been made then, and whether the bits are those of a step that nothing held.
@@ -217,3 +210,26 @@ def test_a_sum_is_made_beside_two_exchanges_between_nodes(sizes: Sizes, case: Ca
     nodes, local, _ = sizes
     for rank in on_ranks(nodes * local, held_up, sizes, case):
         assert rank == (True, 0, True)
+
+
+@given(coded, wides, meshes, st.sampled_from((1, 1024)))
+def test_segments_of_a_coded_unit_are_the_whole_gradient(
+    narrow: list[int], wide: list[int], mesh: Mesh, large: int
+) -> None:
+    """Those that stay where they were made, and the gaps between them."""
+    layout = layout_of(mesh, *narrow, *wide, coded=len(narrow), alignment=256)
+    produced = [torch.full(each.shape, 1.0 + index) for index, each in enumerate(layout.placements)]
+    expected = torch.zeros(layout.numel)
+    for start, made in zip(layout.offsets, produced, strict=True):
+        expected[start : start + len(made)] = made
+    segments = segments_of(layout, produced, large)
+    assert torch.equal(join(segments, torch.full((layout.numel,), torch.nan)), expected)
+    assert [segment.start for segment in segments[1:]] == [
+        segment.start + len(segment.flat) for segment in segments[:-1]
+    ]
+    for rank in range(mesh.world_size):
+        owned = layout.shard(mesh.at(rank))
+        shard = torch.full((len(owned),), torch.nan)
+        for segment in segments_inside(segments, owned):
+            segment.of(shard).copy_(segment.flat)
+        assert torch.equal(shard, expected[owned.start : owned.stop])

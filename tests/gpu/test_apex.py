@@ -6,36 +6,24 @@ import pytest
 import torch
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.model.build import norm_classes
 from megatron_zpp.model.layer import TORCH_NORMS
-from tests.gpu.steady import losses_of
+from tests.gpu.test_training import VOCAB, losses_on
 from tests.model.variants import MODELS, NO_DROPOUT
 from tests.zero.engines import engine_of, weights_of
 
 pytest.importorskip("amp_C", reason="apex is not built; README.md says how")
 pytest.importorskip("fused_layer_norm_cuda", reason="apex is not built; README.md says how")
 
-VOCAB = 1001
-STEPS = 10
 SHAPE = {"num_layers": 3, "hidden_size": 320, "num_attention_heads": 4, "seq_length": 128}
 MODEL = ModelConfig(**SHAPE, **NO_DROPOUT)
 
 
 def train(backend: str, stage: int, precision: PrecisionConfig, model: str) -> list[float]:
-    """Losses of STEPS steps of two micro-batches."""
-    engine = engine_of(
-        dataclasses.replace(MODEL, **MODELS[model]),
-        VOCAB,
-        zero=ZeroConfig(zero_stage=stage),
-        optimizer=OptimizerConfig(weight_decay=0.1),
-        precision=precision,
-        device="cuda",
-        fused_backend=backend,
-    )
-    data = torch.randint(VOCAB, (STEPS, 2, 4, 129), generator=torch.Generator().manual_seed(8))
-    return losses_of(engine, data)
+    config, zero = dataclasses.replace(MODEL, **MODELS[model]), ZeroConfig(zero_stage=stage)
+    return losses_on("cuda", precision, config, zero=zero, fused_backend=backend)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,7 @@ from megatron_zpp.zero.muon_passes import MuonElements, MuonPasses, StepNumbers
 from megatron_zpp.zero.whole_matrices import Matrix, Place
 from tests.gpu.ranks import on_gpus
 from tests.zero import test_muon as cases
-from tests.zero.engines import engine_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import engine_of, operations
 
 # Where there is no GPU, tests/zero/test_muon.py runs kernels in Triton's interpreter, which has no bf16.
 DEVICE, HALF = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float16)

@@ -1,4 +1,4 @@
-"""Products on a Hopper GPU leave multiprocessors to NCCL: forward and backward start on fewer."""
+"""What a run chooses for NCCL between nodes: multiprocessors that products leave to it, and its sockets."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,7 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.spare_multiprocessors import SpareMultiprocessors
 from megatron_zpp.distributed.topology import Topology
 from tests.gpu.ranks import on_gpus
+from tests.support import Run
 from tests.zero.engines import engine_of
 
 VOCAB, SPARE = 8192, 4
@@ -73,3 +74,32 @@ def test_only_several_nodes_leave_some() -> None:
     """Ranks of different emulated nodes talk over TCP."""
     assert on_gpus(2, 1, chosen_between_nodes) == [4 if HOPPER else 0] * 2
     assert on_gpus(1, 1, chosen_between_nodes) == [0]
+
+
+FLAGS = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 50 --num-layers 1 --hidden-size 64 "
+    "--num-attention-heads 1 --seq-length 64 --micro-batch-size 1 --train-iters 2 --lr 1e-3 --eval-iters 0 "
+    "--num-workers 0 --device cuda --log-interval 1 --no-compile"
+).split()
+NODES = {
+    "LOCAL_RANK": "0",  # the two emulated nodes share a GPU
+    "LOCAL_WORLD_SIZE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NET": "Socket",
+    "NCCL_DEBUG": "INFO",
+}
+
+
+def test_nccl_uses_what_was_chosen(tmp_path: Path) -> None:
+    with Run(tmp_path, 2) as run:
+        for rank in range(2):
+            run.start(rank, *FLAGS, **NODES, NCCL_HOSTID=f"node{rank}")
+        assert run.statuses() == {0: 0, 1: 0}, run.err(0)
+        out = run.out(0)
+    (line,) = (line for line in out.splitlines() if line.startswith(" NCCL's sockets: "))
+    if "cores, and threads for sockets pay from" in line:
+        pytest.skip(line)
+    assert "2 threads × 2 sockets per connection" in line
+    assert "NET/Socket: Using 2 threads and 2 sockets per thread" in out
+    assert ", through 2 threads × 2 sockets" in out

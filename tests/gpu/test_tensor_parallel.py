@@ -127,24 +127,14 @@ def _held(topology: Topology, tensor: int, model: str, compiled: bool) -> dict[s
     return {"states": before - start, "activations": after - before}
 
 
-def steps(engine: ZeroEngine) -> list[float]:
-    """The losses of ten steps of two micro-batches each."""
-    data = torch.randint(VOCAB, (20, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
-    found = []
-    for number, batch in enumerate(data):
-        found.append(engine.accumulate(batch, index=number % 2, micro_batches=2).item())
-        if number % 2:
-            engine.step(1e-3)
-    return found
-
-
 def with_optimizers(topology: Topology, stage: int) -> list[list[float]]:
-    """Losses with the optimizer on the GPU and on the CPU."""
+    """Losses of ten steps of two micro-batches with the optimizer on the GPU and on the CPU."""
+    data = torch.randint(VOCAB, (10, 2, BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(8))
     found = []
     for offload in (False, True):
         zero = ZeroConfig(zero_stage=stage, zero_offload_optimizer=offload)
         engine = build(topology, 2, "gpt", BF16, False, zero=zero)
-        found.append(steps(engine))
+        found.append(losses_of(engine, data))
         engine.close()
     return found
 

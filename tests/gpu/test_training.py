@@ -1,6 +1,7 @@
 """Training on a GPU: the CPU's numbers, each number format, and a resume that loses nothing."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from tests.zero.engines import engine_of
 
 VOCAB = 1000
 SHAPE = {"num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}
-MODEL = ModelConfig(**SHAPE, **NO_DROPOUT)
+MODEL, FP32 = ModelConfig(**SHAPE, **NO_DROPOUT), PrecisionConfig(fp32=True)
 
 
-def losses_on(device: str, precision: PrecisionConfig) -> list[float]:
+def losses_on(
+    device: str, precision: PrecisionConfig = FP32, model: ModelConfig = MODEL, **more: Any
+) -> list[float]:
     """Ten steps of two micro-batches from the same CPU-made weights."""
-    engine = engine_of(MODEL, VOCAB, precision=precision, device=device)
+    engine = engine_of(model, VOCAB, precision=precision, device=device, **more)
     data = torch.randint(VOCAB, (10, 2, 4, 129), generator=torch.Generator().manual_seed(8))
     return losses_of(engine, data)
 
@@ -44,25 +47,19 @@ def test_the_flag_of_a_skipped_step_comes_without_a_wait_for_the_device() -> Non
     assert read[1]  # a scale of 2^32 overflows
 
 
-def test_fp32_equals_the_cpu() -> None:
-    exact = PrecisionConfig(fp32=True)
-    assert losses_on("cuda", exact) == pytest.approx(losses_on("cpu", exact), rel=1e-5)
-
-
 @pytest.mark.parametrize(
-    ("precision", "dtype"),
+    ("precision", "other", "rel"),
     [
-        (PrecisionConfig(bf16=True), torch.bfloat16),
-        (PrecisionConfig(fp16=True, loss_scale=1024.0), torch.float16),
+        (FP32, "cpu", 1e-5),
+        (PrecisionConfig(bf16=True), "cuda", 2 * torch.finfo(torch.bfloat16).eps),
+        (PrecisionConfig(fp16=True, loss_scale=1024.0), "cuda", 2 * torch.finfo(torch.float16).eps),
     ],
 )
-def test_low_precision_follows_fp32_within_its_rounding(
-    precision: PrecisionConfig, dtype: torch.dtype
+def test_each_format_follows_fp32_within_its_rounding(
+    precision: PrecisionConfig, other: str, rel: float
 ) -> None:
-    tolerance = 2 * torch.finfo(dtype).eps
-    assert losses_on("cuda", precision) == pytest.approx(
-        losses_on("cuda", PrecisionConfig(fp32=True)), rel=tolerance
-    )
+    """That of a CPU, or of the GPU itself."""
+    assert losses_on("cuda", precision) == pytest.approx(losses_on(other), rel=rel)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.network import Link
 from tests.support import ROOT, environment, executed, nightly, records_of, wait_until
 
 PATIENCE = 200  # seconds; sleepers sleep longer
@@ -28,23 +29,10 @@ FOUR_BITS = [
 ]
 
 
-def why_not() -> str | None:
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if missing := [tool for tool in ("ip", "tc", "setpriv") if shutil.which(tool) is None]:
-        return f"{', '.join(missing)} missing"
-    probe = f"zpp-probe-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
-    if made.returncode == 0:
-        subprocess.run(["ip", "netns", "delete", probe], check=True)
-        return None
-    return f"no network namespaces here: {made.stderr.strip()}"
-
-
-@pytest.fixture(scope="module")
-def namespaces() -> None:
-    if reason := why_not():
-        pytest.skip(reason)
+@pytest.fixture
+def namespaces(link: Link) -> None:
+    if missing := [tool for tool in ("tc", "setpriv") if shutil.which(tool) is None]:
+        pytest.skip(f"{', '.join(missing)} missing")
 
 
 def emulate(*argv: str) -> subprocess.Popen[str]:

@@ -103,26 +103,29 @@ def test_positions_alone_leave_attention_whole() -> None:
     assert not torch.allclose(expected, model(tokens))
 
 
-@pytest.mark.parametrize(
-    "recompute",
-    [
-        RecomputeConfig(recompute_activations=True),
-        RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2),
-        RecomputeConfig(recompute_granularity="full", recompute_method="block"),
-    ],
-    ids=["selective", "uniform", "block"],
-)
+FULL: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform"}
+RECOMPUTED = {
+    "selective": RecomputeConfig(recompute_activations=True),
+    "uniform": RecomputeConfig(**FULL, recompute_num_layers=2),
+    "block": RecomputeConfig(**FULL | {"recompute_method": "block"}),
+    "MLPs in chunks": RecomputeConfig(**FULL, mlp_chunks_for_training=3),
+}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED)
 @pytest.mark.parametrize("backend", [None, "math"])
 @pytest.mark.parametrize(
     "model", [*MODELS.values(), LLAMA | WINDOWS | SCORES], ids=[*MODELS, "windows and scores"]
 )
-def test_recomputation_sees_the_same_documents(
-    recompute: RecomputeConfig, backend: str | None, model: dict[str, Any]
+def test_recomputation_sees_the_same_documents_and_repeats_the_dropout(
+    recompute: str, backend: str | None, model: dict[str, Any]
 ) -> None:
     tokens, positions, ends = packed()
-    config, gradients = dataclasses.replace(MODEL, **model), []
-    for how in (None, recompute):
+    again, gradients = RECOMPUTED[recompute], []
+    config = dataclasses.replace(MODEL, **model, attention_dropout=0.3, hidden_dropout=0.3)
+    for how in (RecomputeConfig(mlp_chunks_for_training=again.mlp_chunks_for_training), again):
         gpt = model_of(how, DotProduct(backend), config)
+        torch.manual_seed(11)
         gpt(tokens, tokens, positions, ends).backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in gpt.parameters()]))
     assert torch.equal(*gradients)

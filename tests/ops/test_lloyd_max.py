@@ -13,10 +13,7 @@ from megatron_zpp.ops.lloyd_max import (
     LEVELS,
     nearest_codes,
     normalised,
-    ordered_sum,
-    pack,
     stored_scales,
-    write_message,
 )
 
 # Max's table I: the mean squared error with 4 and 16 levels.
@@ -66,18 +63,6 @@ def test_boundaries_go_outwards_and_zeros_up(bits: int) -> None:
     assert nearest_codes(x, torch.ones(1), bits)[0].tolist() == [*expected, half, half, 2 * half - 1, 0]
 
 
-def test_bytes_of_each_format() -> None:
-    two = torch.tensor([0, 1, 2, 3, 3, 0, 0, 0], dtype=torch.uint8)
-    assert pack(two, 2).tolist() == [0b11100100, 0b11]
-    four = torch.tensor([1, 15, 0, 8], dtype=torch.uint8)
-    assert pack(four, 4).tolist() == [0xF1, 0x80]
-    codes = torch.arange(32, dtype=torch.uint8)[None] % 4
-    format, stored = LloydMaxFormat(2, 32), torch.ones(1, dtype=torch.bfloat16)
-    message = torch.full((format.message_bytes(32),), 165, dtype=torch.uint8)
-    write_message(message, codes, stored, format)
-    assert message.tolist() == [0b11100100] * 8 + [0x80, 0x3F] + [0] * 6
-
-
 def test_sizes_of_messages() -> None:
     format = LloydMaxFormat()  # 4 bits in blocks of 256
     assert format.message_bytes(0) == 0
@@ -85,21 +70,6 @@ def test_sizes_of_messages() -> None:
     assert LloydMaxFormat(2, 256).bytes_per_element == 0.2578125
     with pytest.raises(ValueError, match="bits must be 2 or 4, got 3"):
         LloydMaxFormat(3)
-
-
-def test_the_order_of_sums() -> None:
-    x = torch.randn(2, 64, generator=torch.Generator().manual_seed(0)) * 1e4
-    for row, total in zip(x.numpy(), ordered_sum(x).tolist(), strict=True):
-        parts = []
-        for start in range(0, 64, 8):
-            part = row[start]
-            for value in row[start + 1 : start + 8]:
-                part = np.float32(part + value)
-            parts.append(part)
-        while len(parts) > 1:
-            half = len(parts) // 2
-            parts = [np.float32(a + b) for a, b in zip(parts[:half], parts[half:], strict=True)]
-        assert total == parts[0]
 
 
 def test_normalised_blocks_and_scales_of_awkward_ones() -> None:

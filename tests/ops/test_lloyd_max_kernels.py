@@ -11,11 +11,12 @@ from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
+from tests.ops.agreement import assert_same_bits
 from tests.ops.awkward import KINDS, awkward
 from tests.ops.cases import BLOCKS, FLOATS
 
 BITS = (2, 4)
-SIGNS = Signs(seed=2**40 + 7, unit=3, iteration=11, first=256)
+SIGNS = Signs(seed=-(2**40 + 7), unit=3, iteration=11, first=128 * (2**32 - 1))
 
 
 @pytest.fixture
@@ -26,17 +27,6 @@ def ops(kernels: None, device: str) -> Operations:
 def copies_on(device: str) -> Callable[[Tensor], Tensor]:
     """Return a function that copies a tensor to `device`, also where it is there already."""
     return lambda tensor: tensor.to(device, copy=True)
-
-
-def same(ours: Tensor, reference: Tensor) -> bool:
-    """Equal bits, but for which NaN a NaN is."""
-    ours = ours.cpu()
-    if ours.dtype == torch.uint8:
-        return torch.equal(ours, reference)
-    nan = reference.isnan()
-    return torch.equal(ours.isnan(), nan) and torch.equal(
-        ours[~nan].view(torch.int32), reference[~nan].view(torch.int32)
-    )
 
 
 def messages_of(format: LloydMaxFormat, count: int, numel: int) -> Tensor:
@@ -67,8 +57,8 @@ def test_differences(ops: Operations, bits: int, block: int, device: str) -> Non
         ops.quantize_difference(
             copy(weights), copy(reference), ours, format, skip=on_device, squares=our_squares
         )
-        assert same(ours, message)
-        assert same(our_squares, squares)
+        assert_same_bits(ours.cpu(), message)
+        assert_same_bits(our_squares.cpu(), squares)
     for count in (1, 3):
         messages = messages_of(format, count, 5 * block)
         whole = torch.randn(count * 5 * block)
@@ -78,12 +68,12 @@ def test_differences(ops: Operations, bits: int, block: int, device: str) -> Non
         ours = copy(whole)
         ops.add_difference(copy(messages), ours, format)
         reference_difference.add_difference(messages, whole, bits, block)
-        assert same(ours, whole)
+        assert_same_bits(ours.cpu(), whole)
     reference_difference.quantize_difference(weights, reference, message, bits, block)
     ours = copy(reference)
     ops.add_difference(copy(message[None]), ours, format)
     reference_difference.add_difference(message[None], reference, bits, block)
-    assert same(ours, reference)
+    assert_same_bits(ours.cpu(), reference)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -99,13 +89,13 @@ def test_rotations(ops: Operations, bits: int, block: int, dtype: torch.dtype, d
     ours = copy(messages)
     reference_rotation.quantize_rotated(x, messages, bits, block, *SIGNS)
     ops.quantize_rotated(copy(x), ours, format, SIGNS)
-    assert same(ours, messages)
+    assert_same_bits(ours.cpu(), messages)
     shard = torch.randn(len(x) // groups)
     for add in (False, True):
         total = copy(shard)
         ops.sum_rotated(ours, total, format, SIGNS, add=add)
         reference_rotation.sum_rotated(messages, shard, bits, block, *SIGNS, add)
-        assert same(total, shard)
+        assert_same_bits(total.cpu(), shard)
 
 
 def test_wrong_tensors_are_refused(ops: Operations, device: str) -> None:

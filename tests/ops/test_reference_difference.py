@@ -9,8 +9,7 @@ from torch import Tensor
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.lloyd_max import LEVELS, read_message
 from megatron_zpp.ops.reference_difference import add_difference, quantize_difference
-from tests.ops.awkward import KINDS, awkward
-from tests.ops.scalar_oracle import fp32
+from tests.ops.test_scalar_oracle import fp32
 
 BITS = (2, 4)
 
@@ -56,69 +55,6 @@ def test_against_the_mathematics(bits: int, block: int) -> None:
         for w, code, now in zip(old[here].tolist(), codes[k].tolist(), reference[here].tolist(), strict=True):
             exact = Fraction(stored[k].item()) * Fraction(float(torch.tensor(levels(bits)[code])))
             assert Fraction(now) == fp32(Fraction(w) + fp32(exact))
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_receivers_hold_the_owners_bits(bits: int) -> None:
-    """Awkward blocks included: a NaN or Inf makes its own block NaN, and no other."""
-    block, n = 32, 32 * 2 * KINDS
-    weights = awkward(1, n, block, torch.float32)[0]
-    reference = awkward(1, n, block, torch.float32, seed=7)[0]
-    reference[~reference.isfinite()] = 0.5
-    receiver, half = reference.clone(), n // 2
-    parts = [sent(weights[at], reference[at], bits, block) for at in (slice(half), slice(half, n))]
-    add_difference(torch.stack(parts), receiver, bits, block)
-    assert torch.equal(receiver.view(torch.int32), reference.view(torch.int32))
-    bad = ~weights.view(-1, block).isfinite().all(1)
-    assert torch.equal(receiver.view(-1, block).isnan().all(1), bad)
-    assert bad.any()
-    assert not receiver.view(-1, block)[~bad].isnan().any()
-
-
-def test_blocks_of_equal_weights_stay_as_they_are() -> None:
-    """Zero differences, and those too small for a scale, leave every bit, also of negative zeros."""
-    for tiny in (0.0, 2.0**-140, 2.0**-127):
-        reference = torch.full((64,), -0.0)
-        message = sent(torch.full((64,), tiny), reference, 2, 64)
-        assert not message.any()
-        assert reference.view(torch.int32).eq(-(2**31)).all()
-
-
-def test_one_huge_difference() -> None:
-    """No overflow in the squares; the huge element moves by the outer level."""
-    weights, reference = torch.zeros(256), torch.zeros(256)
-    weights[7] = 3e38
-    sent(weights, reference, 4, 256)
-    scale = torch.tensor(3e38 / 16).bfloat16().float()
-    assert reference[7] == scale * LEVELS[4][-1]
-    assert reference[8] == scale * LEVELS[4][0]
-
-
-@pytest.mark.parametrize(("bits", "left"), [(2, 0.36), (4, 0.11)])
-def test_what_a_code_missed_is_sent_the_next_time(bits: int, left: float) -> None:
-    """Every exchange leaves about the root of Max's error of a normal difference; the rest follows."""
-    weights, reference = close_pair(256 * 64, bits)
-    errors = [(weights - reference).square().mean().sqrt()]
-    for _ in range(4):
-        sent(weights, reference, bits, 256)
-        errors.append((weights - reference).square().mean().sqrt())
-    assert errors[1] / errors[0] < left
-    assert errors[4] < 0.2 * errors[1]
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_squares_say_what_is_sent_and_what_is_lost(bits: int) -> None:
-    weights, reference = close_pair(256 * 8, bits)
-    message = torch.empty(LloydMaxFormat(bits, 256).message_bytes(256 * 8), dtype=torch.uint8)
-    squares, before = torch.full((2, 8), 7.0), reference.clone()
-    quantize_difference(weights, reference, message, bits, 256, squares=squares)
-    assert torch.equal(reference, before)
-    add_difference(message[None], reference, bits, 256)
-    for found, known in zip(squares, (before, reference), strict=True):
-        exact = (weights - known).double().square().view(8, -1).sum(1)
-        assert found.double() == pytest.approx(exact, rel=1e-4)
-    quantize_difference(weights, reference, message, bits, 256, torch.ones(()), squares)
-    assert not squares.any()
 
 
 def test_larger_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,17 +14,8 @@ from megatron_zpp.ops.reference_rotation import (
     rotate_back,
     sum_rotated,
 )
-from megatron_zpp.ops.signs import philox
-from tests.ops.awkward import KINDS, awkward
 
 SEED = -0x1234_5678_9ABC_DEF  # both key words in use
-
-
-def hadamard(size: int) -> Tensor:
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < size:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / size**0.5
 
 
 def there_and_back(
@@ -42,31 +33,6 @@ def there_and_back(
 
 def normal(rows: int, n: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, n, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("block", [32, 64, 128, 256, 512])
-def test_rotation_is_the_hadamard_matrix(block: int) -> None:
-    x = normal(3, block)
-    signs = random_signs(counters(0, 3 * block, 1), SEED, 2)[: 3 * block].view(3, block)
-    width = min(block, 256)
-    expected = (x * signs).double().view(-1, width) @ hadamard(width)
-    y = rotate(x, signs)
-    assert torch.allclose(y.double().view(-1, width), expected, atol=2**-20)
-    assert torch.allclose(rotate_back(y, signs), x, atol=2**-19)
-
-
-def test_signs_are_bits_of_philox() -> None:
-    first = 128 * (2**32 - 1)  # the second counter has a high word
-    signs = random_signs(counters(first, 256, 9), SEED, 7)
-    for e in (0, 31, 32, 127, 128, 200, 255):
-        index = (first + e) // 128
-        counter = tuple(torch.tensor([word]) for word in (index & 0xFFFFFFFF, index >> 32, 9, 7))
-        word = philox(counter, (SEED & 0xFFFFFFFF, SEED >> 32 & 0xFFFFFFFF))[e % 128 // 32].item()
-        assert signs[e].item() == (-1.0 if word >> (e % 32) & 1 else 1.0)
-    many = random_signs(counters(0, 1 << 16, 0), 1, 0)
-    assert abs(many.mean().item()) < 4 / 256  # four standard errors
-    others = [random_signs(counters(0, 256, unit), seed, step) for seed, unit, step in ((1, 0, 1), (1, 1, 0))]
-    assert all(not torch.equal(many[:256], other) for other in others)
 
 
 @pytest.mark.parametrize(("bits", "error"), [(2, 0.40), (4, 0.105)])
@@ -95,27 +61,6 @@ def test_nearly_unbiased_over_signs() -> None:
     assert along[True] == pytest.approx(1.0, abs=2**-9)  # a bf16 scale is off by 2^-9 on average at most
     assert along[False] < 0.9  # 1 - Max's error of 0.1175
     assert (means[True] - x[0]).norm() / x.norm() < 0.02
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("block", [32, 256, 512])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_awkward_blocks(bits: int, block: int, dtype: torch.dtype) -> None:
-    """Zeros arrive as zeros, and what is not finite as NaN in its own block. The largest fp32 numbers may
-    overflow in a butterfly, and then something in the block is not finite either."""
-    n = block * KINDS * 2
-    x = awkward(1, n, block, dtype)[0]
-    arrived = there_and_back(x[None], bits, block).view(-1, block)
-    blocks = x.float().view(-1, block)
-    largest = blocks.abs().amax(1)
-    bad = ~blocks.isfinite().all(1)
-    assert arrived[bad].isnan().all()
-    assert not arrived[blocks.eq(0).all(1)].any()
-    safe = ~bad & (largest < 1e36)
-    assert arrived[safe].isfinite().all()
-    coded = arrived.isfinite().all(1) & (largest > 1e-30)
-    error = (arrived - blocks)[coded].double().norm(dim=1)
-    assert (error < 0.6 * blocks[coded].double().norm(dim=1)).all()
 
 
 def test_parts_of_a_unit_have_the_signs_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.ops import reference_compact
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.state_codes import (
@@ -16,9 +15,7 @@ from megatron_zpp.ops.state_codes import (
     decode,
     draws_of,
     encode,
-    joined_weights,
     split_weights,
-    zeros,
 )
 from tests.ops.agreement import assert_same_bits
 from tests.ops.awkward import sprinkled
@@ -85,26 +82,6 @@ def test_decoding_and_encoding_again_changes_no_bit(form: Any, second: bool) -> 
 
 
 @pytest.mark.parametrize("second", [False, True])
-@pytest.mark.parametrize("form", ["fp16", "fp8"])
-def test_awkward_moments(form: Any, second: bool) -> None:
-    """Zeros stay, infinities become the largest number, a NaN is its block's, a second moment is not lost."""
-    x = awkward(second)
-    decoded = decode(*encode(x, form, second=second), second=second).view(-1, 128)
-    x = x.view(-1, 128)
-    assert torch.equal(decoded[0], x[0])
-    assert decoded[4].isnan().all()
-    assert not decoded[[0, 1, 2, 3, 5, 6, 7, 8, 9]].isnan().any()
-    assert decoded[3, 5] > 0.8 * LARGEST
-    assert decoded[3, 5].isfinite()
-    assert decoded[2, 7] == pytest.approx(1e30, rel=0.13)
-    assert (decoded[6] > 0.8 * LARGEST).all()
-    if second:
-        assert torch.equal(decoded[1:3] > 0, x[1:3] > 0)
-    values, scales = zeros(256, form, torch.device("cpu"))
-    assert not decode(values, scales, second=second).any()
-
-
-@pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize("form", ROUNDED)
 def test_numbers_are_kept_on_average(form: Any, second: bool) -> None:
     """The mean of 4,000 roundings, of the numbers whose root is taken of their root."""
@@ -118,44 +95,6 @@ def test_numbers_are_kept_on_average(form: Any, second: bool) -> None:
     assert error.max() < 5 * STEPS[form][second] / 2 / 4000**0.5
     changed = decode(*encode(many, form, second=second), second=second)
     assert changed.view(4000, 128)[0].equal(changed.view(4000, 128)[1])  # without draws none
-
-
-def test_draws_do_not_depend_on_the_shard() -> None:
-    whole = draws_of(rounding(), slice(0, 1024))
-    part = draws_of(rounding(first=256), slice(128, 512))
-    other = draws_of(rounding(step=4), slice(0, 1024))
-    for ours, theirs, later, bits in zip(whole, part, other, (12, 12, 8), strict=True):
-        assert torch.equal(ours[384:768], theirs)
-        assert not torch.equal(ours, later)
-        assert ours.min() >= 0
-        assert (1 << bits) - (1 << bits) // 8 < ours.max() < 1 << bits
-
-
-def test_split_weights_are_the_upper_24_bits() -> None:
-    x = torch.cat(
-        [spread(20), torch.tensor([0.0, -0.0, 1e-41, 1e30, torch.inf, -torch.inf, torch.nan, -1.0])]
-    )
-    x = torch.cat([x, torch.zeros(120)])
-    upper, corrections = split_weights(x)
-    joined = joined_weights(upper, corrections)
-    assert_same_bits(split_weights(joined)[0], upper)
-    assert torch.equal(split_weights(joined)[1], corrections)
-    finite = x.isfinite()
-    assert ((joined - x).abs()[finite] <= x.abs()[finite] * 2.0**-16 + 1e-40).all()
-    assert joined[~finite].nan_to_num().equal(x[~finite].nan_to_num())
-    ties = joined.view(torch.int32) & 0xFFFF == 0x8000
-    assert torch.equal(upper[finite & ~ties], joined.bfloat16()[finite & ~ties])
-    drawn = joined_weights(*split_weights(x, draws_of(rounding(), slice(0, len(x))).weight))
-    different = (drawn != joined).float().mean().item()
-    assert different == pytest.approx(0.25, abs=0.05)  # of 4 draws 3 give the nearest
-
-
-def test_bytes_with_all_scales() -> None:
-    """Those that plans count, tensor by tensor."""
-    for form in FORMS:
-        config = OptimizerConfig(use_precision_aware_optimizer=True, exp_avg_dtype=form)
-        tensors = [each for each in zeros(1 << 14, form, torch.device("cpu")) if each is not None]
-        assert tuple(each.nbytes / (1 << 14) for each in tensors) == config.saved_bytes[1]
 
 
 def states_of(m: int, forms: tuple[str, str], split: bool, gradients: torch.dtype, source: Any) -> list[Any]:

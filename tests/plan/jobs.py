@@ -16,7 +16,7 @@ from megatron_zpp.train.dry_run import dry_run
 from megatron_zpp.train.inputs import check_inputs
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.zero import engines
-from tests.zero.quantizing import operations
+from tests.zero.engines import operations
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform"}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

@@ -13,7 +13,6 @@ from benchmarks.plan_rows import context_rows, h200, h200_rows, nvlink_rows, soc
 from benchmarks.plan_tensor import fitted_slowdown, tensor_rows
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.plan import PlanConfig
-from megatron_zpp.plan.exchanges import waiting_seconds
 from megatron_zpp.plan.hardware import (
     ATTENTION_CHANNELS,
     ATTENTION_MARGIN,
@@ -168,22 +167,3 @@ def test_measured_steps_of_long_samples_are_predicted() -> None:
         assert row["gib"] == pytest.approx(row["measured_gib"], rel=0.05), row
         if row["run"].startswith(("32k", "128k")):
             assert row["milliseconds"] == pytest.approx(row["measured_ms"], rel=0.11), row
-
-
-@pytest.mark.parametrize("size", [2, 8])
-def test_time_is_divided_products_and_the_wait_for_activations(size: int) -> None:
-    """Of 6.7B: 4 collectives per layer in a forward, 2 in a backward, and 2 of embedding and head.
-
-    The GPU is slow enough for its products to hide the other collectives of a backward.
-    """
-    slow = dataclasses.replace(H100, flops=H100.flops / 2)
-    job = job_of(LARGER, 50304, local=size, tensor=size)
-    alone = job_of(LARGER, 50304)
-    for forward in (True, False):
-        whole = compute_seconds(alone, slow, forward)
-        assert compute_seconds(job, slow, forward) == pytest.approx(TENSOR_SLOWDOWN * whole / size)
-    one = (size - 1) / size * 2 * 2048 * 4096  # bytes that a collective on hidden states sends
-    replicated = 2048 * 4096 + 32 * (4 + 2) * 4096 + 2 * 4096  # positions, norms, biases after sums
-    summed = 2 * (size - 1) / size * 4 * replicated
-    for forward, sent in ((True, (4 * 32 + 2) * one), (False, (2 * 32 + 2) * one + summed)):
-        assert waiting_seconds(job, slow, forward) == pytest.approx(sent / slow.inside, rel=0.01)

@@ -8,20 +8,17 @@ import pytest
 import torch
 
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.activations import ends_bytes, stored_bytes
-from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes, ledgers_of
+from megatron_zpp.plan.exchanges import exchanged_bytes, hidden_state_bytes
 from megatron_zpp.plan.job import Job, UnconnectedGroup
 from megatron_zpp.plan.memory import memory_of
-from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.zero import step_sums
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.plan.jobs import FULL, HPZ, NO_DROPOUT, QGZ, QWZ, engine_of, job_of
+from tests.plan.jobs import FULL, NO_DROPOUT, engine_of, job_of
 from tests.plan.test_memory import allocated_at_most, saved_bytes
-from tests.plan.test_traffic import sent_in_a_step
 from tests.support import GROUPED_FLASH
 from tests.zero import engines
 from tests.zero.ranks import on_ranks
@@ -194,54 +191,3 @@ def test_exchanges_are_the_collectives_of_a_micro_batch(case: Case, monkeypatch:
     collectives = per_layer.get(case.recompute, 10) * layers + 4
     assert hidden_state_bytes(job) == (case.tensor - 1) * collectives * rows
     assert exchanged_bytes(replace(case, tensor=1).job()) == 0
-
-
-ADAMW = OptimizerConfig(weight_decay=0.1)
-MUON, NORMUON = (replace(ADAMW, optimizer="muon", muon_row_scaling_beta2=beta2) for beta2 in (None, 0.95))
-SHARED = [
-    *(({"zero_stage": stage}, ADAMW) for stage in (0, 1, 2, 3)),
-    ({"zero_stage": 3} | QWZ | HPZ | QGZ, ADAMW),
-    ({"zero_stage": 3} | HPZ | {"zero_gradient_partition_size": "auto"}, ADAMW),
-    ({"zero_stage": 0}, MUON),
-    ({"zero_stage": 3}, NORMUON),
-]
-SMALL = replace(GPT_2, num_layers=3, seq_length=16)
-
-
-def sent_and_held(started: Topology) -> list[list[tuple[tuple[int, int], int, bool]]]:
-    """Bytes sent in a second step, states after it, whether the layouts are planned; by grid and case."""
-    rank, world = started.rank, started.world_size
-    grids = [Topology(rank, world, rank % local, local) for local in (2, 4)]
-    return [[_sent_and_held(topology, *case) for case in SHARED] for topology in grids]
-
-
-def _sent_and_held(
-    topology: Topology, zero: dict[str, Any], optimizer: OptimizerConfig
-) -> tuple[tuple[int, int], int, bool]:
-    job = planned(zero, optimizer, topology.nodes)
-    engine = engine_of(job, topology)
-    sent, states = sent_in_a_step(engine, job), live_bytes(engine)
-    same = topology.rank > 0 or engine.plan.layouts == tuple(job.layouts)
-    engine.close()
-    return sent, states, same
-
-
-def planned(zero: dict[str, Any], optimizer: OptimizerConfig, nodes: int) -> Job:
-    grid: dict[str, Any] = {"nodes": nodes, "local": 4 // nodes, "micro_batches": 2, "tensor": 2}
-    grid |= {"optimizer": optimizer, "copy_engines": False}  # CPUs have none
-    return job_of(SMALL, VOCAB, zero=zero, **grid)
-
-
-def test_data_ranks_send_and_hold_what_the_plan_says() -> None:
-    """On two nodes of two ranks and on a node of four: traffic to the byte, states to 0.1%."""
-    ranks = on_ranks(4, sent_and_held)
-    for index, nodes in enumerate((2, 1)):
-        for number, (zero, optimizer) in enumerate(SHARED):
-            job, found = planned(zero, optimizer, nodes), [rank[index][number] for rank in ranks]
-            sent = SentBytes(*(sum(one[0][link] for one in found) for link in (0, 1)))
-            assert sent == ledgers_of(job, total(traffic_of(job))), (nodes, zero)
-            assert all(same for _, _, same in found)
-            resident, states = memory_of(job).resident, [held for _, held, _ in found]
-            assert resident == pytest.approx(max(states), rel=1e-3), (nodes, zero)
-            if optimizer is ADAMW:  # Muon's ranks have unequal rooms, and not the first one the largest
-                assert resident == pytest.approx(min(states), rel=1e-3), (nodes, zero)

@@ -94,7 +94,6 @@ def resumed(
     at_save: Callable[[ZeroEngine], Any] = lambda engine: None,
 ) -> tuple[list[Any], list[Any], Any]:
     """Steps 3 and 4 of a run, those of one that begins with what it saved after step 2; `at_save` of it."""
-    torch.set_num_threads(1)
     whole = engine_of(topology, HELD, *flags)
     for step in range(2):
         take_step(whole, step)
@@ -108,7 +107,3 @@ def resumed(
     found = [take_step(again, step) for step in (2, 3)]
     again.close()
     return expected, found, seen
-
-
-def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    return all(torch.equal(codes, second[name]) for name, codes in first.items())

@@ -42,7 +42,6 @@ def three_steps(
 ) -> tuple[list[float], list[str]]:
     """Losses of steps and evaluations, with generation in between; and the messages about further graphs."""
     torch._dynamo.reset()
-    torch.set_num_threads(1)
     config = ModelConfig(**SHAPE | changes, hidden_dropout=0.1, attention_dropout=0.1)
     zero = ZeroConfig(zero_stage=stage, zero_unit=unit)
     recomputed = RecomputeConfig(**RECOMPUTED[recompute])

@@ -1,6 +1,7 @@
 """Whole runs that are signalled, killed and poisoned: they stop in order, and resume to the same weights."""
 
 import fcntl
+import io
 import os
 import platform
 import re
@@ -9,16 +10,24 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_zpp.config.run import TrainingConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.supervision.signals import StopSignals
+from megatron_zpp.train.steps.stopping import Ending, Stop, StopConditions
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.config.command_line import SMALLEST
 from tests.support import ROOT, Run, environment, nightly, wait_until
 from tests.train.in_process import train_here
+from tests.zero.ranks import on_ranks
+from tests.zero.test_differences import train
+from tests.zero.zeropp_engines import FOUR_BITS, build
 
 NODE = f"pretrain_gpt.py [{platform.node()}]"
 LENGTH = "--train-iters 30 --global-batch-size 8 --num-workers 0 --log-interval 5".split()
@@ -244,3 +253,68 @@ def test_an_error_reaches_the_others_before_logs_are_closed(flags: list[str], tm
         failed = f"[{platform.node()} rank 1]: error: rank 0 [{platform.node()}] failed: token 5"
         assert failed in ranks.err(1)
     os.close(reader)
+
+
+def damaged(topology: Topology) -> list[tuple[int, int | None, bool, str]]:
+    """(iteration, exit status, whether the run saves, stderr) of each check that ended the run.
+
+    A bit of rank 1's reference flips after the second of three steps, each of which is saved.
+    """
+    engine, found = build(topology, FOUR_BITS), []
+    stops = StopConditions(TrainingConfig(micro_batch_size=1, train_iters=4), engine, StopSignals())
+    for iteration in range(3):
+        train(engine, range(iteration, iteration + 1))
+        if topology.rank == 1 and iteration == 1:
+            engine.evaluate(torch.zeros(2, 11, dtype=torch.long))  # waits for the exchange
+            engine.units[0].reference.view(torch.int32)[3] ^= 1 << 22
+        try:
+            stops.before_save()
+        except Stop as stop:
+            said = io.StringIO()
+            with redirect_stderr(said), pytest.raises(SystemExit) as exited:
+                Ending(iteration, stop, lost_sinks=False).leave("pretrain_gpt.py", topology.rank)
+            found.append((iteration, exited.value.code, stop.saves, said.getvalue()))
+    engine.close()
+    return found
+
+
+def test_a_damaged_reference_ends_the_run_at_the_next_save() -> None:
+    first, second = on_ranks(2, damaged, ranks_per_node=1)
+    assert [check[:3] for check in first] == [check[:3] for check in second] == [(1, 1, False), (2, 1, False)]
+    said = first[0][3]
+    assert said.startswith(
+        "pretrain_gpt.py: error: iteration 1: the reference of weight differences is not that of node 0 in "
+        "unit 0 (with "
+    )
+    assert " on ranks 1: memory or the network changed it; nothing is saved; resume from" in said
+    assert (said.count("\n"), second[0][3]) == (1, "")  # rank 0 speaks for all
+
+
+SHARDED = [*SMALLEST, *"--hidden-size 64 --lr 3e-3 --device cpu --zero-stage 3".split()]
+FORMATS = (
+    "--zero-hpz-partition-size auto --zero-quantized-weights --zero-quantized-weights-format delta4 "
+    "--zero-quantized-gradients --zero-quantized-gradients-format rotated4"
+)
+
+
+def on_two_nodes(directory: Path, *flags: str) -> None:
+    """Of one rank each."""
+    with Run(directory, 2) as run:
+        for rank in (0, 1):
+            run.start(rank, *SHARDED, *flags, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        assert run.statuses() == {0: 0, 1: 0}, run.errors()
+
+
+def test_a_stopped_and_resumed_finetuning_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Signs of rotated gradients are counted from the finetuning's start."""
+    base, whole, halves = (str(tmp_path / name) for name in ("base", "whole", "halves"))
+    on_two_nodes(tmp_path / "0", "--train-iters", "5", "--save", base)
+    flags = [*FORMATS.split(), "--train-iters", "4"]
+    on_two_nodes(tmp_path / "1", *flags, "--finetune", "--load", base, "--save", whole)
+    on_two_nodes(
+        tmp_path / "2", *flags, "--finetune", "--load", base, "--save", halves, "--exit-interval", "2"
+    )
+    on_two_nodes(tmp_path / "3", *flags, "--load", halves, "--save", halves)
+    first, second = (weights(Path(run), 4) for run in (whole, halves))
+    assert len(first) == 2
+    assert first == second

@@ -18,7 +18,6 @@ from tests.train.coded_weights import (
     HELD,
     Measured,
     check_codes,
-    equal,
     masters_of,
     products,
     resumed,
@@ -83,7 +82,6 @@ def largest(engine: ZeroEngine) -> dict[str, float]:
 
 
 def measure(topology: Topology, cases: list[list[str]]) -> list[Measured]:
-    torch.set_num_threads(1)
     return [_measure(engine_of(topology, HELD, *case)) for case in cases]
 
 
@@ -122,7 +120,6 @@ def _inside(part: Tensor, whole: Tensor) -> bool:
 
 def without_codes(topology: Topology, case: list[str]) -> list[float]:
     """Numbers of the same steps where nodes gather the reference in bf16, and multiply casts of that."""
-    torch.set_num_threads(1)
     engine = engine_of(topology, *case)
     numbers = [number for found in steps(engine) for number in found]
     engine.close()
@@ -168,7 +165,6 @@ def raw(codes: dict[str, Tensor]) -> dict[str, bytes]:
 
 def loaded(topology: Topology, directory: str, *more: str) -> tuple[dict[str, bytes], Any]:
     """Codes and scales of what another grid loads."""
-    torch.set_num_threads(1)
     engine = engine_of(topology, HELD, *more)
     load_checkpoint(Path(directory) / "iter_0000005", engine, TOKENIZER, with_optimizer=True)
     found = raw(multiplied(engine)), state_of(engine)
@@ -215,29 +211,8 @@ def test_checkpoints_load_without_differences_and_without_a_reference(
             assert found == nearest(frame * torch.tensor(scales[name]), E4M3).numpy().tobytes()
 
 
-def skipped(topology: Topology) -> tuple[bool, bool, bool]:
-    """Whether a skipped step leaves codes and scales as they are, and the next one changes codes."""
-    torch.set_num_threads(1)
-    engine = engine_of(topology, HELD, *TWO_RANKS)
-    take_step(engine, 0)
-    codes, state = multiplied(engine), state_of(engine)
-    weight = float("inf") if topology.rank == 1 else 1.0
-    engine.accumulate(batch(1, topology.rank), index=0, micro_batches=1, weight=weight)
-    assert engine.step(1e-2).skipped == 1
-    same, unchanged = equal(multiplied(engine), codes), state_of(engine) == state
-    take_step(engine, 2)
-    found = same, unchanged, equal(multiplied(engine), codes)
-    engine.close()
-    return found
-
-
-def test_a_skipped_step_changes_no_code() -> None:
-    assert on_ranks(2, skipped, ranks_per_node=1) == [(True, True, False)] * 2
-
-
 def of_tensor_ranks(topology: Topology) -> tuple[list[Any], Any, list[bytes]]:
     """Steps, scales and codes where two tensor ranks share each layer, on two nodes."""
-    torch.set_num_threads(1)
     engine = engine_of(topology, HELD, "--tensor-model-parallel-size", "2", *FIRST)
     numbers = [take_step(engine, step)[1] for step in range(2)]
     found, known, scales = multiplied(engine), states_of(engine, REFERENCE), scales_of(engine)

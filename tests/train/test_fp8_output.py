@@ -28,7 +28,6 @@ TENSOR, UNTIED = "--tensor-model-parallel-size 2", "--untie-embeddings-and-outpu
 @pytest.mark.parametrize("more", [[], [HELD, UNTIED, *flags_of(MODELS["llama"])]], ids=str)
 def test_stages_have_the_same_bits_and_layers_other_ones(more: list[str]) -> None:
     """Of one rank, and so have halves of layers; the output layer has scales of hidden states and table."""
-    torch.set_num_threads(1)
     found = []
     for where in ("--zero-stage 0", "--zero-stage 3", "--zero-stage 3 --zero-unit sublayer"):
         engine = engine_of(Topology(), OUTPUT, *more, *where.split())
@@ -68,7 +67,6 @@ QUANTIZED = [
 
 def beside_zeropp(topology: Topology) -> list[list[float]]:
     """Losses of three steps of a rank and of an evaluation: of EXACT, of QUANTIZED, and without the flag."""
-    torch.set_num_threads(1)
     found = []
     for case in (*(f"{OUTPUT} {flags}" for flags in (*EXACT, *QUANTIZED)), EXACT[0]):
         engine = engine_of(topology, *case.split())
@@ -103,7 +101,6 @@ def test_a_resumed_run_has_the_same_bits_and_may_change_the_flag(tmp_path: Path,
 
 
 def of_tensor_ranks(topology: Topology, *more: str) -> list[float]:
-    torch.set_num_threads(1)
     engine = engine_of(topology, OUTPUT, *more)
     losses = three_steps(engine)
     assert "head" in (state_of(engine) or {})

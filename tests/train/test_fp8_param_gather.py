@@ -26,7 +26,6 @@ from tests.train.coded_weights import (
     Measured,
     check_codes,
     codes_of,
-    equal,
     masters_of,
     products,
     resumed,
@@ -35,7 +34,7 @@ from tests.train.coded_weights import (
     take_step,
 )
 from tests.train.test_fp8_scaling import DELAYED, FLAGS, batch, engine_of, state_of
-from tests.zero.offloading import offloaded
+from tests.zero.engines import offloaded, same_bits
 from tests.zero.ranks import on_ranks
 
 MUP = "--use-mup --mup-base-hidden-size 16".split()
@@ -65,7 +64,6 @@ def test_codes_of_master_weights_are_multiplied(model: str) -> None:
 
 @pytest.mark.parametrize("more", [["--decoupled-lr", "1e-3", *MUP], ["--zero-stage", "3"]], ids=" ".join)
 def test_an_offloaded_optimizer_has_the_same_bits(more: list[str]) -> None:
-    torch.set_num_threads(1)
     found = []
     for where in (nullcontext, offloaded):
         with where():
@@ -101,7 +99,6 @@ CASES = [
 
 def measure(topology: Topology) -> list[Measured]:
     """Each of CASES, and the first one without the flag."""
-    torch.set_num_threads(1)
     lines = [*(f"{HELD} {case}" for case in CASES), CASES[0]]
     return [_measure(engine_of(topology, *line.split())) for line in lines]
 
@@ -158,32 +155,6 @@ def test_the_plan_is_what_ranks_send_and_hold(index: int, ranks: list[list[Measu
     check_plan(CASES[index].split(), [rank[index] for rank in ranks])
 
 
-def poisoned(topology: Topology, *more: str) -> list[Any]:
-    """What a NaN or Inf in a weight, on the rank that owns it, does to the next step."""
-    torch.set_num_threads(1)
-    found: list[Any] = []
-    for value in (torch.nan, torch.inf):
-        engine = engine_of(topology, *more)
-        take_step(engine, 0)
-        before = state_of(engine)
-
-        def spoil(index: int, elements: range, weights: Tensor, value: float = value) -> None:
-            if index == 1 and 17 in elements:
-                weights[17 - elements.start] = value
-
-        engine.states.fill("weights", spoil)
-        loss, norm = take_step(engine, 1)
-        found.append((loss == loss, norm == norm and norm < float("inf"), state_of(engine) == before))
-        engine.close()
-    return found
-
-
-def test_a_nan_in_a_weight_does_what_it_does_in_bf16() -> None:
-    """The loss is NaN, the step is skipped on all ranks, and the scales stay those of finite numbers."""
-    plain, held = (on_ranks(2, poisoned, "--zero-stage", "3", *flag) for flag in ((), (HELD,)))
-    assert held == plain == [[(False, False, True)] * 2] * 2
-
-
 @pytest.mark.parametrize("case", [nightly(CASES[1]), CASES[4]])
 def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(case: str, tmp_path: Path) -> None:
     for expected, found, _ in on_ranks(2, resumed, str(tmp_path), case.split()):
@@ -204,7 +175,7 @@ def test_checkpoints_load_with_the_flag_and_without(tmp_path: Path) -> None:
             )
         (plain, weights, state, loss), (held, same, too, near) = engines
         assert state == too
-        assert equal(weights, same)
+        assert same_bits(weights, same)
         assert near == pytest.approx(loss, rel=0.01)
         check_codes(held, scales_of(held))
         plain.close()

@@ -30,6 +30,7 @@ FLAGS = (
 
 
 def engine_of(topology: Topology, *more: str) -> ZeroEngine:
+    torch.set_num_threads(1)  # as each of several ranks has; sums of more threads have other bits
     config = parse_args([*FLAGS, *DELAYED, *more])
     return build_engine(config, 61, prepare_device(config, topology), topology)
 
@@ -61,7 +62,6 @@ def three_steps(engine: ZeroEngine, found: dict[str, Any] | None = None) -> list
 
 def shared_scales(topology: Topology, directory: str, *more: str) -> dict[str, Any]:
     """Losses of three steps, and scales after them, after a skipped one and as saved."""
-    torch.set_num_threads(1)
     engine = engine_of(topology, *more)
     rank = engine.mesh.data_rank
     found: dict[str, Any] = {}
@@ -179,7 +179,6 @@ def test_a_resumed_run_and_one_with_evaluations_have_the_same_bits(tmp_path: Pat
 @pytest.mark.parametrize("more", [nightly([]), ["--fp8-param-gather"]], ids=str)
 def test_one_graph_after_the_first_step(more: list[str]) -> None:
     """Compiled layers have the same numbers, and are compiled once, with evaluations before and between."""
-    torch.set_num_threads(1)
     found = []
     for compiled in (False, True):
         torch._dynamo.reset()

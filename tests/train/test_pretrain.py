@@ -11,6 +11,7 @@ import pytest
 
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
+from megatron_zpp.supervision.activity import Activity
 from tests.support import logged, nightly, records_of, run, trained
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, Resumed, train_here
@@ -174,3 +175,32 @@ def test_finetuning_takes_weights_and_starts_over(
     assert logged(file, "valid_loss")[len(before)] == pytest.approx(before[-1], rel=1e-6)
     train_here([*flags, "--train-iters", "3", "--load", save, "--ckpt-step", "2"])
     assert "resuming at iteration 2" in capsys.readouterr().out
+
+
+class Heard(Activity):
+    """Every mark by its words: whether it may take unlimited time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patient: dict[str, bool] = {}
+
+    def now(self, text: str, *, patient: bool = False, limit: float | None = None) -> None:
+        super().now(text, patient=patient, limit=limit)
+        self.patient[text] = patient
+
+
+def test_the_first_evaluation_of_a_resumed_run_may_build_its_kernels(
+    flags: list[str], tmp_path: Path
+) -> None:
+    """The compiler builds the graph without gradients then, after quick steps."""
+    saved = ["--save", str(tmp_path), "--load", str(tmp_path), "--eval-iters", "8"]
+    run = [*flags, *saved, "--train-iters", "4", "--eval-interval", "2"]
+    train_here([*run, "--exit-interval", "1"])
+    train_here(run, heard := Heard())
+    marks = heard.patient
+    parts = ["reading micro-batch 1 of 1", "micro-batch 1 of 1", "optimizer", "report"]
+    assert [marks[f"step 4, {part}"] for part in parts] == [False] * 4
+    assert not marks["step 3, micro-batch 1 of 1"]
+    assert marks["evaluation of valid at iteration 2, round 1 of 8"]
+    assert not marks["evaluation of valid at iteration 2, round 2 of 8"]
+    assert not marks["evaluation of valid at iteration 4, round 1 of 8"]

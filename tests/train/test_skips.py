@@ -1,5 +1,6 @@
 """Skipped steps: what they leave of the schedule, and how the log counts them."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ def test_a_skipped_step_does_not_advance_the_learning_rate(corpus: str, tmp_path
     skipped, rates, taken = of(records, "skipped"), of(records, "learning_rate"), 0
     assert 0 < sum(skipped[:4]) < 4
     assert sum(skipped[4:])  # the scale rises again until it is too high
+    scales = of(records, "loss_scale")
+    halved = [after / before == 0.5 for before, after in pairwise(scales)]
+    assert halved == [bool(step) for step in skipped[:-1]]
     for step, rate in zip(skipped, rates, strict=True):
         assert rate == pytest.approx(3e-3 * min(1, taken / 4))
         taken += 1 - step

@@ -126,28 +126,6 @@ def train_beside_a_slow_save(topology: Topology, directory: str) -> tuple[int, l
     return in_time, [line.split(" in ")[0] for line in reporter.lines]
 
 
-def test_training_goes_on_after_a_save_to_storage_that_does_not_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The write does not return."""
-    over = threading.Event()
-
-    def wait(*arguments: Any) -> None:
-        over.wait(LIMIT)
-
-    monkeypatch.setattr(write, "write_shard_file", wait)
-    reporter = Quiet()
-    saver = saver_of(small(), config_of("--save", str(tmp_path)), reporter, dist.HashStore())
-    saver.save(Progress(1, 1))
-    saver.before_step()
-    (line,) = reporter.lines
-    assert line.startswith("a checkpoint could not be saved: rank 0 on ")
-    assert line.endswith(": no progress for 0:00:03; earlier checkpoints are unchanged; training continues")
-    with pytest.raises(SaveFailed):
-        saver.finish()
-    over.set()
-
-
 def test_training_goes_on_while_one_rank_still_writes(tmp_path: Path) -> None:
     """Longer than the time-out without progress, because the rank makes progress."""
     saved = f" saved {tmp_path}/iter_0000001"

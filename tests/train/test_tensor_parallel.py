@@ -9,9 +9,11 @@ import torch
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.loop import seed_dropout
+from megatron_zpp.train.setup.build_engine import build_engine
 from megatron_zpp.train.setup.compiling import compile_parts
 from megatron_zpp.train.setup.device import check_attention, prepare_device
 from tests.support import nightly, recorded
+from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import of
 from tests.zero.ranks import on_ranks
 from tests.zero.test_context_parallel import case_of
@@ -28,7 +30,6 @@ FLAGS = (
 
 def saved_shapes(topology: Topology, model: str, overlapped: bool) -> list[tuple[int, ...]]:
     """The shapes of what a compiled forward keeps for the backward, each memory once."""
-    torch.set_num_threads(1)
     engine = build(Case(model, 2, 0, overlapped=overlapped), topology)
     said: list[str] = []
     compile_parts(engine.model, (BATCH, LENGTH), said.append, backend="aot_eager_decomp_partition")
@@ -60,7 +61,6 @@ def test_a_graph_keeps_no_gathered_rows(model: str, overlapped: bool) -> None:
 
 def compiled(topology: Topology, case: Case) -> Trained:
     """As `train`, with graphs."""
-    torch.set_num_threads(1)
     engine = build(case, topology)
     said: list[str] = []
     backend = "aot_eager_decomp_partition"
@@ -105,6 +105,7 @@ def test_a_run_learns_what_one_rank_does(stage: str, tmp_path: Path) -> None:
     alone, _ = trained(1, tmp_path / "1", *flags)
     four, said = trained(4, tmp_path / "4", *flags, *shared)
     assert "2 data ranks × 2 tensor ranks" in said
+    assert "| params norm: " in said
     for key in ("lm_loss", "z_loss", "grad_norm", "params_norm"):
         assert of(four, key) == pytest.approx(of(alone, key), rel=1e-6), key
 
@@ -165,3 +166,16 @@ def test_8_bit_products_of_shared_layers_learn_alike(tmp_path: Path) -> None:
     shared, said = trained(2, tmp_path / "2", *wide, "--tensor-model-parallel-size", "2", "--zero-stage", "1")
     assert "CPU, bfloat16 with 8-bit products, ZeRO stage" in said
     assert of(shared, "lm_loss") == pytest.approx(of(alone, "lm_loss"), rel=2**-8)
+
+
+def test_halves_of_layers_and_tables_have_their_rates_beside_muon() -> None:
+    """Tables have the decoupled one, as all parameters that Muon does not train."""
+    line = "--mock-data --train-iters 1 --device cpu --optimizer muon --decoupled-lr 1e-3".split()
+    line += "--untie-embeddings-and-output-weights --zero-unit sublayer".split()
+    config = parse_args([*BYTES, *TINY, *line])
+    engine = build_engine(config, 257, prepare_device(config, Topology()), Topology())
+    for unit in engine.units:
+        for placement in unit.layout.placements:
+            assert placement.decoupled != bool(placement.matrices), placement.name
+    halves = [unit for unit in engine.units if unit.names[0].startswith("layers.")]
+    assert len(halves) == 2 * config.model.num_layers

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_zpp.commands.report import ReportConfig, make_report
 from megatron_zpp.config.run import TimingConfig
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import straggler_line, times_line
 from megatron_zpp.zero.sections import Sections
 from tests.config.command_line import SMALLEST
-from tests.support import Run, pretrain, records_of
+from tests.support import Run, pretrain, program, records_of, trained
+from tests.train.conftest import BYTES, TINY
 
 
 def sleep_in_every_forward() -> None:
@@ -108,3 +110,25 @@ def test_sections_add_up_and_are_reset() -> None:
     assert sections.take() == {"outer": 0.0, "inner": 0.0}
     with pytest.raises(ValueError, match="x"), Sections()("outer"):
         raise ValueError("x")
+
+
+def test_a_report_compares_the_run_with_its_plan(tmp_path: Path) -> None:
+    """Of two data ranks, of two tensor ranks each."""
+    metrics, save = str(tmp_path / "metrics.jsonl"), str(tmp_path / "save")
+    flags = "--mock-data --train-iters 4 --eval-iters 1 --zero-stage 3 --timing-log-level 1 ".split()
+    flags += ["--tensor-model-parallel-size", "2", *BYTES, *TINY, "--metrics-file", metrics]
+    trained(*flags, "--save", save, processes=4)
+    report = make_report(ReportConfig(metrics=metrics, checkpoint=save))
+    assert report.iterations == 4
+    assert [note for _, _, _, note in report.traffic] == ["equal", "equal"]
+    _, _, measured, _ = report.traffic[1]
+    assert int(measured.replace(",", "")) > 0
+    assert report.memory[-1][0] == "peak"
+    assert ("--zero-stage", "3", True) in [(each.flag, each.value, each.changed) for each in report.settings]
+    page = tmp_path / "new" / "report.html"
+    more = ("--x", "tokens", "--output", page)
+    done = program("megatron_zpp.commands.report", metrics, "--checkpoint", save, *more)
+    assert done.returncode == 0, done.stderr
+    text = page.read_text()
+    for said in ("--zero-stage 3", "forward backward", "inside nodes", "on a CPU the whole process"):
+        assert said in text

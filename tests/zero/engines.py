@@ -1,8 +1,10 @@
-"""Engines around a small GPT, the same one in every test of the engine."""
+"""Engines around a small GPT, the same one in every test, their devices, and layouts that need no model."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,13 +13,17 @@ from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.symmetric_memory import may_have_copy_engines
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention import AttentionKernel
 from megatron_zpp.model.build import build_model, exchanges_of, norm_classes
 from megatron_zpp.model.parallel.layers import splits_of
+from megatron_zpp.ops.library import load_operations
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.placement import within
+from megatron_zpp.placement import ALIGNMENT, Layout, Placement, within
+from megatron_zpp.zero import adamw, optimizer
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import owners_of
 from megatron_zpp.zero.optimizer import UpdateRule
@@ -188,3 +194,38 @@ def train(engine: ZeroEngine, steps: range, micro_batches: int = 2) -> list[floa
         engine.evaluate(data[0, 0]).item(),
         engine.next_token_logits(data[0, 0, :1, :-1]).sum().item(),
     ]
+
+
+@contextmanager
+def offloaded() -> Iterator[None]:
+    """Engines that are built and stepped in this block have an OffloadedOptimizer, without a GPU."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(adamw, "DeviceOptimizer", optimizer.OffloadedOptimizer))
+        stack.enter_context(patch.object(optimizer, "_pinned_like", torch.empty_like))
+        for part in ("Stream", "stream", "current_stream"):
+            stack.enter_context(patch.object(torch.cuda, part))
+        yield
+
+
+def this_device() -> torch.device:
+    """The GPU of this rank where it talks through NCCL (tests/gpu runs these tests too)."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def copy_engines(mesh: Mesh) -> bool:
+    """Whether communication streams inside a node can use them; CPUs have none."""
+    return may_have_copy_engines(mesh, this_device())
+
+
+def operations() -> Operations:
+    """The kernels, or the oracle where there is no compiler."""
+    return load_operations(this_device().type, require_kernels=False, say=print)
+
+
+def layout_of(mesh: Mesh, *numels: int, coded: int = 0, alignment: int = ALIGNMENT) -> Layout:
+    """Parameters of `numels` elements, of which the first ones are held as codes."""
+    placements = (
+        Placement(name=str(index), shape=(numel,), coded=index < coded) for index, numel in enumerate(numels)
+    )
+    return Layout(placements=tuple(placements), axes=mesh.shards, alignment=alignment)

@@ -1,14 +1,18 @@
 """Runs a function on several ranks, as processes of this machine over gloo."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
+from megatron_zpp.distributed.comm_stream import CommStream
 from megatron_zpp.distributed.topology import Topology
 from tests.forkserver import CONTEXT
 
@@ -69,3 +73,20 @@ def _rank(
     torch.set_num_threads(1)
     topology = Topology(rank, world, rank % per_node, per_node)
     joined(port, topology, results, partial(function, topology, *arguments), backend="gloo")
+
+
+class SharedMemoryStream(CommStream):
+    """A communication stream with peer buffers, between processes of this machine."""
+
+    @property
+    def writes_peers(self) -> bool:
+        """See CommStream."""
+        return True
+
+    def peer_buffers(self, nbytes: int) -> list[Tensor]:
+        """See CommStream."""
+        directory = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(directory, src=self.ranks[0], group=self._group)
+        self._barrier_buffers = torch.zeros(len(self.ranks)), torch.zeros(len(self.ranks))
+        files = (str(Path(directory[0], str(group_rank))) for group_rank in range(len(self.ranks)))
+        return [torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8) for file in files]

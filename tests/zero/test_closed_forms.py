@@ -34,10 +34,6 @@ def build(topology: Topology, stage: int, prefetch: int = 1, precision: Precisio
     )
 
 
-def accumulate(engine: ZeroEngine, index: int, micro_batches: int) -> None:
-    engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=index, micro_batches=micro_batches)
-
-
 def model_state_bytes(parameters: int, ranks: int, stage: int) -> float:
     """Bytes of model states on each rank, without padding and buffers (ZeRO paper, section 5 and figure 1).
 
@@ -110,7 +106,8 @@ def measure_memory(
         inside, between = [], []
         for micro_batches in (1, 3, 1):
             for index in range(micro_batches):
-                accumulate(engine, index, micro_batches)
+                tokens = torch.zeros(1, 17, dtype=torch.long)
+                engine.accumulate(tokens, index=index, micro_batches=micro_batches)
                 inside.append(live_bytes(engine))
             engine.step(1e-3)
             between.append(live_bytes(engine))

@@ -1,6 +1,5 @@
 """AdamW's states in fewer bytes on the engine: every stage, accumulation, messages, resuming, conversion."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,9 @@ from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.adamw import TorchAdamW
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.optimizer import OffloadedOptimizer
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
-from tests.zero.engines import all_states, engine_of, model_of, states_of, weights_of
-from tests.zero.offloading import offloaded
-from tests.zero.quantizing import operations
+from tests.zero.engines import all_states, engine_of, model_of, operations, weights_of
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import QWZ
 
@@ -106,26 +102,6 @@ def test_rounding_does_not_depend_on_the_shards(forms: str, micro_batches: int) 
             assert found == one
 
 
-def test_secondary_shards_are_split_weights_too() -> None:
-    """hpZ on two nodes of two ranks: a rank's own part of what its node keeps is the upper part."""
-    (one,) = on_ranks(1, at_stage, "bf16+8", 0, 2)
-    with_hpz = partial(at_stage, zero_hpz_partition_size="auto")
-    for found in on_ranks(4, with_hpz, "bf16+8", 3, 2, ranks_per_node=2):
-        assert found == one
-
-
-@pytest.mark.parametrize("forms", FORMS)
-def test_whole_states_are_loaded(forms: str) -> None:
-    engine, other = engine_in(forms), engine_in(forms, seed=99, zero_stage=2)
-    train(engine, 3)
-    for kind in engine.states.kinds:
-        values = states_of(engine, kind)
-        other.states.load_whole(kind, lambda placement, values=values: values[placement.name])
-    other.states.load_optimizer_steps(engine.states.optimizer_steps)
-    assert bits_of(other) == bits_of(engine)
-    assert train(other, 1) == train(engine, 1)
-
-
 @pytest.mark.parametrize("forms", FORMS)
 def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, forms: str) -> None:
     """At stage 0, and at another one; the files have the codes, and readers see fp32."""
@@ -170,26 +146,6 @@ def test_checkpoints_are_exchangeable(tmp_path: Path) -> None:
             assert train(engine, 2, begin=3)[-1] < 4.5
 
 
-def resumed_on(topology: Topology, path: str, forms: str, stage: int) -> dict[str, list[float]]:
-    engine = loaded_from(Path(path), forms, topology, zero_stage=stage)
-    train(engine, 2, begin=3)
-    found = bits_of(engine)
-    engine.close()
-    return found
-
-
-def test_a_run_resumes_on_another_mesh_bit_for_bit(tmp_path: Path) -> None:
-    engine = engine_in("bf16+8")
-    train(engine, 3)
-    path = str(save(tmp_path, engine))
-    train(engine, 2, begin=3)
-    for world, stage in ((2, 3), (3, 1)):
-        for found in on_ranks(world, resumed_on, path, "bf16+8", stage):
-            assert found.keys() == bits_of(engine).keys()
-            if world == 2:  # the mean of two equal gradients is exact
-                assert found == bits_of(engine)
-
-
 @pytest.mark.parametrize("format", ["int8", "delta4"])
 def test_moments_go_with_weights_in_messages(format: str) -> None:
     """qwZ encodes fp32 weights: with int8 codes after the step, with differences as without it."""
@@ -207,27 +163,6 @@ def with_messages(topology: Topology, zero: dict[str, Any]) -> list[list[float]]
         found.append(train(engine, 6, 2))
         engine.close()
     return found
-
-
-def test_offloaded_moments_are_those_of_the_device() -> None:
-    with offloaded():
-        away = engine_in("fp8")
-        assert isinstance(away._optimizer, OffloadedOptimizer)
-        train(away, 3)
-    here = engine_in("fp8")
-    train(here, 3)
-    assert bits_of(away) == bits_of(here)
-
-
-@pytest.mark.parametrize("forms", FORMS)
-def test_a_skipped_step_changes_nothing(forms: str) -> None:
-    engine = engine_in(forms)
-    train(engine, 2)
-    before = bits_of(engine)
-    engine.units[1].parameters[0].register_hook(lambda gradient: gradient * float("inf"))
-    engine.accumulate(torch.zeros(1, 17, dtype=torch.long), index=0, micro_batches=1)
-    assert engine.step(1e-2).skipped
-    assert bits_of(engine) == before
 
 
 def test_what_cannot_be_right_is_refused() -> None:

@@ -11,7 +11,7 @@ import torch
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.model.context.dropout import PlacedDropout
-from megatron_zpp.model.context.parts import chunks_of, from_parts, own_part, places, to_parts
+from megatron_zpp.model.context.parts import chunks_of, from_parts, own_part
 from tests.support import nightly
 from tests.zero.ranks import on_ranks
 from tests.zero.test_tensor_parallel import (
@@ -30,20 +30,6 @@ from tests.zero.test_tensor_parallel import (
 
 LONG: dict[str, Any] = {"tokens": 16, "layers": 2}
 COMMS = ("a2a", "p2p")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_parts_of_samples(ranks: int) -> None:
-    """Two chunks each, which are as far from the middle; they come back in their order."""
-    whole = torch.arange(2 * 24 * 3).view(2, 24, 3)
-    parts = to_parts(whole, ranks)
-    assert torch.equal(from_parts(torch.stack(parts).unflatten(0, (ranks, 2))), whole)
-    for rank in range(ranks):
-        own = chunks_of(own_part(whole, ranks, rank))
-        assert torch.equal(own, torch.stack(parts[2 * rank :][:2]))
-        first, last = places(24, ranks, rank)
-        assert first.start == 24 - last.stop
-        assert len(first) == len(last) == 12 // ranks
 
 
 def case_of(model: str, tensor: int, stage: int, context: int, comm: str, **more: Any) -> Case:
@@ -86,16 +72,6 @@ def test_documents_windows_scores_and_recomputation_change_nothing(other: bool) 
     if other:
         cases = tuple(replace(case, comm=COMMS[case.comm == "a2a"]) for case in cases)
     check_all(4, cases)
-
-
-@pytest.mark.nightly
-def test_more_ranks_than_groups_of_keys() -> None:
-    """Four context ranks of two tensor ranks, which have two groups; heads are repeated."""
-    cases = tuple(
-        case_of(model, 2, 3, 4, comm, recompute="selective", documents=documents)
-        for model, documents, comm in product(("windows", "llama"), (False, True), COMMS)
-    )
-    check_all(8, cases)
 
 
 def test_zeropp_and_16_bits_act_over_context_ranks() -> None:

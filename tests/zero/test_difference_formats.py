@@ -98,34 +98,14 @@ def resumed(topology: Topology, directory: str) -> list[bool]:
         load_checkpoint(path, again, TOKENIZER, with_optimizer=True)
         here, there = step(engine, 2 + number), step(again, 2 + number)
         references = zip(engine.units, again.units, strict=True)
-        same.append(here[0] == there[0] and all(torch.equal(a.reference, b.reference) for a, b in references))
+        raised = here[0] == there[0] == (0, 0, 1, 1, 1)[number]
+        same.append(raised and all(torch.equal(a.reference, b.reference) for a, b in references))
         engine = again  # so the next save is that of an engine which has resumed
     return same
 
 
 def test_a_resumed_run_raises_the_same_units(tmp_path: Path) -> None:
     assert on_ranks(4, resumed, str(tmp_path), ranks_per_node=2) == [[True] * 5] * 4
-
-
-def saved_behind(topology: Topology, directory: str) -> None:
-    engine = build(topology, FOUR_BITS)
-    step(engine, 0)
-    fall_behind(engine)
-    step(engine, 1)
-    save(Path(directory), engine, Progress(iteration=2))
-
-
-def raised_after_load(topology: Topology, directory: str) -> list[int | None]:
-    engine = build(topology, FOUR_BITS)
-    load_checkpoint(next(Path(directory).glob("iter_*")), engine, TOKENIZER, with_optimizer=True)
-    return [step(engine, 2 + number)[0] for number in range(2)]
-
-
-def test_any_grid_raises_the_units_of_a_checkpoint(tmp_path: Path) -> None:
-    on_ranks(4, saved_behind, str(tmp_path), ranks_per_node=2)
-    for ranks, local in ((2, 1), (6, 3)):
-        raised = on_ranks(ranks, raised_after_load, str(tmp_path), ranks_per_node=local)
-        assert raised == [[0, 1]] * ranks
 
 
 def after_a_skipped_step(topology: Topology) -> tuple[float, int | None, bool, list[int | None]]:

@@ -9,7 +9,7 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.prefetch import Phase, Prefetcher, WeightState
-from tests.zero.layouts import layout_of
+from tests.zero.engines import layout_of
 
 SHARDED, GATHERING, GATHERED = WeightState.SHARDED, WeightState.GATHERING, WeightState.GATHERED
 MESH = Mesh(nodes=2, local_ranks=2)
@@ -124,19 +124,6 @@ def test_new_weights_wait_for_their_own_gather_alone() -> None:
     walk.prefetcher.wait_for_gather_of(0)  # it is not under way any more
     assert walk.waited == [0]
     assert walk.weights() == [GATHERED, GATHERING, SHARDED, SHARDED]
-
-
-def test_a_load_discards_gathers_under_way() -> None:
-    walk = Walk(plan_of(3, zero_stage=3))
-    walk.step()
-    for index in walk.units:
-        walk.prefetcher.changed(index)
-    assert walk.weights() == [SHARDED] * 3
-    assert walk.taken() == [0, 1]
-    walk.prefetcher.begin(Phase.FORWARD)
-    walk.prefetcher.before_forward(0)
-    assert walk.weights() == [GATHERED, GATHERING, SHARDED]
-    assert walk.taken() == [0, 1]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -29,8 +29,7 @@ from megatron_zpp.zero.whole_matrices import Round, balanced, matrices_of, round
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import run
 from tests.zero import engines
-from tests.zero.engines import model_of, states_of, weights_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import model_of, operations, states_of, weights_of
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import AUTO, FOUR_BITS
 

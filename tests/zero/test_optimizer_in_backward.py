@@ -19,8 +19,7 @@ from megatron_zpp.model.build import build_model
 from megatron_zpp.train.setup.build_engine import DECOUPLED
 from megatron_zpp.zero.engine import StepResult, ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
-from tests.zero.engines import all_states, engine_of, model_of, same_bits, weights_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import all_states, engine_of, model_of, operations, same_bits, weights_of
 
 VOCAB, RATE = 101, 1e-2
 MODEL = model_of(num_layers=3)

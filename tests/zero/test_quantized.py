@@ -1,6 +1,8 @@
 """Engines with ZeRO++ over real groups: qwZ, hpZ and qgZ, alone and together, on several nodes × ranks."""
 
+import dataclasses
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +10,8 @@ import torch
 
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.exchange.reductions import Hop
+from megatron_zpp.exchange.route import When
 from megatron_zpp.ops import reference
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
@@ -15,7 +19,7 @@ from megatron_zpp.zero.engine import ZeroEngine
 from tests.support import nightly
 from tests.zero.engines import weights_of
 from tests.zero.ranks import on_ranks
-from tests.zero.zeropp_engines import ALL, AUTO, BF16, FOUR_BITS, HPZ, QGZ, QWZ, batch, build
+from tests.zero.zeropp_engines import ALL, AUTO, BF16, FOUR_BITS, HPZ, MODEL, QGZ, QWZ, batch, build
 
 NO_HPZ = {"zero_hpz_partition_size": "1"}
 FP16 = PrecisionConfig(fp16=True, initial_loss_scale=2.0**12)
@@ -188,3 +192,45 @@ def test_every_combination_learns_what_the_plain_run_learns(
     assert learned > 0.2 * plain[0]
     for (zero, precision), curve in zip(settings, curves[0], strict=True):
         assert curve == pytest.approx(plain, abs=learned / 8), (zero, precision)
+
+
+def first_errors(topology: Topology, zero: dict[str, Any]) -> list[str]:
+    """What steps of one and two micro-batches say if hop 1 of the last one fails."""
+    model, said = dataclasses.replace(MODEL, num_layers=1), []
+    for micro_batches in (1, 2):
+        engine = build(topology, zero, BF16, model)
+        *earlier, last = (batch(topology, index) for index in range(micro_batches))
+        for index, tokens in enumerate(earlier):
+            engine.accumulate(tokens, index=index, micro_batches=micro_batches)
+        engine.take_traffic()  # what was submitted so far is done
+        with pytest.MonkeyPatch.context() as patched:
+            for method in ("exchange", "add_up"):
+                patched.setattr(Hop, method, failing(getattr(Hop, method)))
+            try:
+                engine.accumulate(last, index=micro_batches - 1, micro_batches=micro_batches)
+                engine.step(1e-2)
+                said.append("no error")
+            except OSError as error:
+                said.append(str(error))
+            for comm_stream in engine._communication.comm_streams:
+                comm_stream.close()
+    return said
+
+
+def failing(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with an error at the end of hop 1, so that every rank has sent what others wait for."""
+
+    def fails(hop: Hop, *args: Any, **kwargs: Any) -> Any:
+        found = method(hop, *args, **kwargs)
+        if hop.stage.when is When.MICRO_BATCH:
+            raise OSError("hop 1 failed")
+        return found
+
+    return fails
+
+
+@pytest.mark.parametrize(("quantized", "local"), [(False, 2), (True, 2), (False, 4)])
+def test_no_step_is_taken_if_hop_1_of_its_last_micro_batch_fails(quantized: bool, local: int) -> None:
+    """On CPUs an error is in the result of the work alone, which somebody has to read."""
+    zero = {"zero_stage": 2, "zero_gradient_partition_size": "2", "zero_quantized_gradients": quantized}
+    assert on_ranks(4, first_errors, zero, ranks_per_node=local) == [["hop 1 failed"] * 2] * 4

@@ -13,8 +13,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.setup.build_engine import DECOUPLED, decoupled_of
 from tests.support import nightly
-from tests.zero.engines import engine_of, model_of, same_bits, weights_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import engine_of, model_of, operations, same_bits, weights_of
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import DELTA4, QGZ, QWZ
 

@@ -16,8 +16,16 @@ from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import nightly
 from tests.zero import zeropp_engines as zeropp
-from tests.zero.engines import all_states, engine_of, model_of, needed, same_bits, train, weights_of
-from tests.zero.quantizing import operations
+from tests.zero.engines import (
+    all_states,
+    engine_of,
+    model_of,
+    needed,
+    operations,
+    same_bits,
+    train,
+    weights_of,
+)
 from tests.zero.ranks import on_ranks
 from tests.zero.test_stages import RECOMPUTE
 
@@ -167,12 +175,3 @@ def test_no_pass_waits_for_halves_that_could_be_gathered_ahead() -> None:
         for prefetch in (1, 2, 3):
             assert late_gathers(recompute, prefetch) == [], (recompute, prefetch)
     assert late_gathers("stored", 0) != []
-
-
-@pytest.mark.parametrize(("recompute", "slots"), [("stored", (1, 1)), ("full", (2, 1))])
-def test_halves_take_turns_in_as_few_slots_as_they_need(recompute: str, slots: tuple[int, int]) -> None:
-    """With one unit ahead: whole layers have two slots, which is twice as much memory, or a half more."""
-    plan = build(Topology(), {"zero_stage": 3} | SUBLAYER, recompute).plan
-    of_attention, of_mlp = (set(plan.slots[first : 1 + 2 * LAYERS : 2]) for first in (1, 2))
-    assert (len(of_attention), len(of_mlp)) == slots
-    assert not of_attention & of_mlp

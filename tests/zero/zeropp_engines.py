@@ -10,8 +10,7 @@ from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.engine import ZeroEngine
-from tests.zero.engines import engine_of, model_of
-from tests.zero.quantizing import operations, this_device
+from tests.zero.engines import engine_of, model_of, operations, this_device
 
 VOCAB = 101
 MODEL = model_of(num_layers=4, seq_length=10)
