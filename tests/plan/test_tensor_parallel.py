@@ -126,7 +126,7 @@ class Mirrored(UnconnectedGroup):
     that one of the ranks sends.
     """
 
-    sent, _name = 0, "mirrored"
+    sent, name = 0, "mirrored"
 
     def start_gather(self, rows: torch.Tensor) -> torch.Tensor:
         self.sent += (self.size - 1) * rows.nbytes
