@@ -122,7 +122,7 @@ def _held(topology: Topology, tensor: int, model: str, compiled: bool) -> dict[s
     loss = engine.model(tokens[:, :-1], tokens[:, 1:])
     torch.cuda.synchronize()
     after = torch.cuda.memory_allocated()
-    loss.backward()
+    del loss
     engine.close()
     return {"states": before - start, "activations": after - before}
 

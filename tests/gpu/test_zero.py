@@ -191,9 +191,9 @@ def test_offloaded_activations_change_nothing_but_memory(method: str, model: str
         before = requested_bytes()
         loss = engine._loss(tokens)
         stored.append(requested_bytes() - before)
-        loss.backward()
+        del loss
         engine.close()
-        del engine, loss
+        del engine
     assert curves[0] == curves[1]
     checkpoint = 64 * 128 * 256 * 2  # bytes of one (B, T, D) in bf16
     assert stored[0] - stored[1] >= 4 * checkpoint
