@@ -50,7 +50,8 @@ def test_steps_against_the_loop(schedule, samples, begin):
 
 
 @given(schedules(), st.integers(0, 900))
-def test_ranks_and_micro_batches_cover_the_step_once(schedule, consumed):
+def test_ranks_read_a_step_as_under_megatron_lm(schedule, consumed):
+    """Once: one micro-batch of all ranks after the other, as MegatronPretrainingSampler deals samples out."""
     reads = [
         schedule.micro_batch(consumed, index, rank)
         for index in range(schedule.micro_batches_at(consumed))
@@ -58,7 +59,7 @@ def test_ranks_and_micro_batches_cover_the_step_once(schedule, consumed):
     ]
     read = [first + offset for first, count in reads for offset in range(count)]
     size = schedule.global_batch_size_at(consumed)
-    assert sorted(read) == list(range(consumed, consumed + size))
+    assert read == list(range(consumed, consumed + size))
     assert {count for _, count in reads} == {schedule.micro_batch_size}
 
 
