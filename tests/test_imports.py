@@ -13,7 +13,7 @@ SET_APART = (
     "storage.hub storage.objects train.saving train.steps.sampled_text config.sources.huggingface "
     "config.help zero.fused"
 )
-MOST = 210  # modules of the package
+MOST = 180  # modules of the package
 
 
 @functools.cache
