@@ -110,21 +110,25 @@ def test_an_offloaded_optimizer_takes_the_same_steps(
 ) -> None:
     """AdamW's states leave the GPU; the weights differ by the CPU's rounding of a step alone."""
     mup = {} if table_rate is None else {"use_mup": True, "mup_base_hidden_size": MODEL.hidden_size // 4}
-    curves, allocated, config = [], [], dataclasses.replace(MODEL, **MODELS[model], **mup)
-    for offload in (False, True):
-        gc.collect()  # what an earlier test left in a cycle must not be freed in between
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        zero = ZeroConfig(zero_stage=stage, zero_offload_optimizer=offload)
-        decoupled = () if table_rate is None else DECOUPLED[:1]
-        engine = engine_of(
+    config = dataclasses.replace(MODEL, **MODELS[model], **mup)
+
+    def build(offload: bool) -> ZeroEngine:
+        return engine_of(
             config,
             VOCAB,
-            zero=zero,
+            zero=ZeroConfig(zero_stage=stage, zero_offload_optimizer=offload),
             precision=PrecisionConfig(bf16=True),
             device="cuda",
-            decoupled=decoupled,
+            decoupled=() if table_rate is None else DECOUPLED[:1],
         )
+
+    build(offload=False).close()  # frees what earlier tests left, which must not happen between two readings
+    curves, allocated = [], []
+    for offload in (False, True):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        engine = build(offload)
         allocated.append(torch.cuda.memory_allocated() - before)
         losses = []
         for step in range(10):
