@@ -20,7 +20,8 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.files import write_text
-from megatron_zpp.storage.location import AnyLocation, Location, ObjectError, location
+from megatron_zpp.storage.location import AnyLocation, Location, location
+from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.storage.regular import read_limited
 
 if TYPE_CHECKING:

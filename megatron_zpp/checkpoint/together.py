@@ -15,7 +15,8 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.storage.checksums import DamagedFile, OnProgress
-from megatron_zpp.storage.location import Location, ObjectError, location
+from megatron_zpp.storage.location import Location, location
+from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.storage.regular import says_what_is_there
 
 _Read = TypeVar("_Read")

@@ -26,7 +26,7 @@ from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split
 from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.windows import WindowDataset, order_seed
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.location import ObjectError
+from megatron_zpp.storage.object_errors import ObjectError
 
 if TYPE_CHECKING:
     from megatron_zpp.data.text.cache import TokenCache

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_zpp.storage.location import Location, ObjectError, is_object, location
+from megatron_zpp.storage.location import Location, is_object, location
+from megatron_zpp.storage.object_errors import ObjectError
 
 _MOST_LINKS = 40  # the kernel's limit
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

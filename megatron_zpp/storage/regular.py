@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar, Union
 
-from megatron_zpp.storage.location import Location, ObjectError
+from megatron_zpp.storage.location import Location
+from megatron_zpp.storage.object_errors import ObjectError
 
 if TYPE_CHECKING:
     from megatron_zpp.storage.objects.path import ObjectRanges

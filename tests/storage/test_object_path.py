@@ -11,7 +11,8 @@ import pytest
 
 from megatron_zpp.storage.checksums import DamagedFile, VerifiedFile, checksums_of
 from megatron_zpp.storage.files import check_writable
-from megatron_zpp.storage.location import NoObject, ObjectError, location
+from megatron_zpp.storage.location import location
+from megatron_zpp.storage.object_errors import NoObject, ObjectError
 from megatron_zpp.storage.objects import requests as object_store
 from megatron_zpp.storage.objects import upload as object_upload
 from megatron_zpp.storage.objects.path import ObjectPath

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.storage.location import ObjectError
+from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.storage.objects import path as object_path
 from megatron_zpp.train.inputs import check_inputs
 from tests.object_server import BUCKET, ObjectServer

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 
-from megatron_zpp.storage.location import Conflict, NoObject, ObjectError
+from megatron_zpp.storage.object_errors import Conflict, NoObject, ObjectError
 from megatron_zpp.storage.objects.path import ObjectPath
 
 _NO_TAG = f'"{"0" * 32}"'  # no object has this one

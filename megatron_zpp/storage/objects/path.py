@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.storage.location import S3, Conflict, NoObject, ObjectError
+from megatron_zpp.storage.object_errors import S3, Conflict, NoObject, ObjectError
 from megatron_zpp.storage.objects.requests import NoUpload, get, request
 
 _REMOVED_AT_ONCE = 1000  # objects; S3's limit

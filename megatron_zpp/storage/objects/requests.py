@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from megatron_zpp.storage.location import Conflict, NoObject, ObjectError
+from megatron_zpp.storage.object_errors import Conflict, NoObject, ObjectError
 
 _LOGIN = re.compile(r"//[^/@\s]*@")
 ATTEMPTS = 5  # of a request
