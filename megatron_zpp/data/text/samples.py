@@ -2,7 +2,7 @@
 
 The number of tokens of a text is known only when all of it is tokenised, so its windows cannot be permuted
 all together before that. Instead, an epoch visits the blocks of a split in a random order, one group at a
-time. Text in shards is visited shard by shard instead (`shards/order.py`). The tokens of a group form a ring,
+time. Text in shards is visited shard by shard instead (`order.py`). The tokens of a group form a ring,
 which `WindowOrder` cuts into windows and shuffles. Reading a sample requires the token counts of all groups
 before its own, which the cache keeps, and the tokens of its own group. A sample depends only on the text, the
 tokenizer, the seed and its number. A file of up to about 32 MB is one group, whose windows are all shuffled
@@ -18,7 +18,7 @@ import numpy as np
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.samples import Epochs, KnownSamples, ShardRecord
 from megatron_zpp.data.text.cache import TokenCache
-from megatron_zpp.data.text.group_order import GroupOrder
+from megatron_zpp.data.text.order import GroupOrder
 from megatron_zpp.data.text.sources import fingerprint_of
 
 _AHEAD = 2.0  # fraction of the next group tokenised per fraction of this group read

@@ -12,7 +12,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.data.corpus.inputs import lines_that_begin
 from megatron_zpp.data.order_cache import contents_of
 from megatron_zpp.data.samples import ShardRecord
-from megatron_zpp.data.text.group_order import GroupOrder
+from megatron_zpp.data.text.order import GroupOrder
 from megatron_zpp.storage.regular import open_stream
 
 # About a thousand blocks, so that a split can be a thousandth of the text. A block is large enough for a

@@ -22,7 +22,7 @@ from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.text.group_order import GroupOrder
+from megatron_zpp.data.text.order import GroupOrder
 from megatron_zpp.data.text.samples import TextDataset, text_samples
 from megatron_zpp.tokenizer import build_tokenizer
 from tests.data.text.conftest import EOD, documents_of, json_lines, opened, with_ends
