@@ -12,22 +12,15 @@ fp32 weights are preferred to the module's, which are rounded to the format of t
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, stored
+from megatron_zpp.checkpoint.foreign.model import AnyTensor, ForeignModel, ForeignTensor, flatten
 from megatron_zpp.checkpoint.foreign.pickled import NotData
 from megatron_zpp.checkpoint.foreign.rank_files import foreign_model, read_state
-from megatron_zpp.checkpoint.foreign.torch_file import (
-    StoredTensor,
-    read_torch_file,
-    sizes_of,
-)
+from megatron_zpp.checkpoint.foreign.torch_file import StoredTensor, read_torch_file, sizes_of
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -46,7 +39,7 @@ def read_zero(path: Path) -> ForeignModel:
             f"{path}: has frozen parameters, which this program does not train; merge them first"
         )
     pipelined = _ranks_of_layers(path)
-    ranks: list[Mapping[str, ForeignTensor]] = []
+    ranks: list[Mapping[str, AnyTensor]] = []
     left_out = [_MOMENTS]
     if pipelined and pipelined != len(states):  # tensor ranks are not model-parallel ranks
         ranks = [_layers(path, rank) for rank in range(pipelined)]
@@ -67,14 +60,14 @@ def read_universal(path: Path) -> ForeignModel:
     if 0 not in files:
         raise ValueError(f"{path}: has no mp_rank_00_model_states.pt, which describes the model")
     state = read_state(files[0])
-    found: dict[str, ForeignTensor] = {}
+    found: dict[str, AnyTensor] = {}
     for file in sorted((path / "zero").glob("*/fp32.pt")):
         value = read_torch_file(file)
         if isinstance(value, dict):
             value = value.get("param")
         if not isinstance(value, StoredTensor):
             raise ValueError(f"{file}: holds no tensor named param; convert the checkpoint again")
-        found[file.parent.name] = stored(value)
+        found[file.parent.name] = value
     return foreign_model("DeepSpeed (Universal)", path, state, [found], [_MOMENTS])
 
 
@@ -99,10 +92,10 @@ def _optimizer_files(path: Path, rank: int) -> list[Path]:
     return [found[number] for number in range(len(found))]
 
 
-def _module(path: Path, rank: int, state: Mapping[str, Any]) -> dict[str, ForeignTensor]:
+def _module(path: Path, rank: int, state: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Return the weights of the module itself, in the format of the run."""
     if isinstance(state.get("module"), dict):
-        return {name: stored(tensor) for name, tensor in flatten(path, state["module"]).items()}
+        return flatten(path, state["module"])
     return _layers(path, rank)
 
 
@@ -111,13 +104,13 @@ def _ranks_of_layers(path: Path) -> int:
     return len({match[2] for file in path.iterdir() if (match := _LAYER.fullmatch(file.name))})
 
 
-def _layers(path: Path, rank: int) -> dict[str, ForeignTensor]:
+def _layers(path: Path, rank: int) -> dict[str, StoredTensor]:
     """Return the weights in a tensor rank's layer files."""
-    found: dict[str, ForeignTensor] = {}
+    found: dict[str, StoredTensor] = {}
     for file in sorted(path.iterdir()):
         if (match := _LAYER.fullmatch(file.name)) and int(match[2]) == rank:
             layer = flatten(file, read_state(file))
-            found |= {f"{int(match[1])}.{name}": stored(tensor) for name, tensor in layer.items()}
+            found |= {f"{int(match[1])}.{name}": tensor for name, tensor in layer.items()}
     if not found:
         raise ValueError(f"{path}: has no weights of tensor rank {rank} in model_states or layer files")
     return found
@@ -154,26 +147,24 @@ def _from_shares(
         said = f" of {world}" if type(world) is int else ""
         raise ValueError(f"{path}: has optim_states of {len(shares)}{said} data ranks; copy all of them")
     found: dict[str, ForeignTensor] = {}
-    if (
-        _number(shares[0]["zero_stage"]) == 3
-    ):  # each rank has an equal part of each parameter, the last padded
-        flats, offset = [_Pieces(_tensors(path, share, "fp32_flat_groups")) for share in shares], 0
+    if _number(shares[0]["zero_stage"]) == 3:  # a rank has an equal part of each parameter, the last padded
+        flats, offset = [_tensors(path, share, "fp32_flat_groups") for share in shares], 0
         for name, shape in (pair for group in groups for pair in group.items()):
             size = math.prod(shape)
             share = -(-size // len(flats))
             sizes = [max(0, min(share, size - rank * share)) for rank in range(len(flats))]
-            parts = [(flat, offset, length) for flat, length in zip(flats, sizes, strict=True)]
-            found[name] = _cut(path, name, shape, parts)
+            cuts = [_slice(flat, offset, length) for flat, length in zip(flats, sizes, strict=True)]
+            found[name] = _joined(path, name, shape, [part for cut in cuts for part in cut])
             offset += share
         return found
     flat_groups = [_tensors(path, share, "single_partition_of_fp32_groups") for share in shares]
     if any(len(part) != len(groups) for part in flat_groups):
         raise ValueError(f"{path}: its optim_states have other groups of parameters than its model_states")
-    for group, *parts_of_it in zip(groups, *flat_groups, strict=True):
-        whole, offset = _Pieces(parts_of_it), 0
+    for group, *whole in zip(groups, *flat_groups, strict=True):
+        offset = 0
         for name, shape in group.items():
             size = math.prod(shape)
-            found[name] = _cut(path, name, shape, [(whole, offset, size)])
+            found[name] = _joined(path, name, shape, _slice(whole, offset, size))
             offset += size
     return found
 
@@ -191,39 +182,22 @@ def _tensors(path: Path, share: Mapping[str, Any], key: str) -> list[StoredTenso
     return found
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """Flat tensors in files, end to end."""
-
-    tensors: Sequence[StoredTensor]
-
-    @cached_property
-    def elements(self) -> int:
-        """How many there are."""
-        return sum(math.prod(tensor.shape) for tensor in self.tensors)
-
-    def read(self, start: int, length: int) -> Tensor:
-        """Return elements from `start` on."""
-        found = []
-        for tensor in self.tensors:
-            size = math.prod(tensor.shape)
-            first, stop = max(start, 0), min(start + length, size)
-            if first < stop:
-                part = StoredTensor(tensor.storage, (stop - first,), (1,), tensor.offset + first)
-                found.append(part.read())
-            start, length = start - size, length
-        return torch.cat(found) if found else torch.empty(0)
+def _slice(tensors: Sequence[StoredTensor], start: int, length: int) -> list[StoredTensor]:
+    """Return what flat tensors, end to end, have of `length` elements from `start` on, part by part."""
+    found = []
+    for tensor in tensors:
+        size = math.prod(tensor.shape)
+        first, stop = max(start, 0), min(start + length, size)
+        if first < stop:
+            found.append(StoredTensor(tensor.storage, (stop - first,), (1,), tensor.offset + first))
+        start -= size
+    return found
 
 
-def _cut(
-    path: Path, name: str, shape: tuple[int, ...], parts: Sequence[tuple[_Pieces, int, int]]
-) -> ForeignTensor:
-    """Return the tensor that (pieces, first element, length) make up, one after the other.
-
-    Raises ValueError unless there are so many elements.
-    """
-    if any(at + size > pieces.elements for pieces, at, size in parts):
+def _joined(path: Path, name: str, shape: tuple[int, ...], parts: Sequence[StoredTensor]) -> ForeignTensor:
+    """Return the tensor that flat parts make up. Raises ValueError for fewer elements than it has."""
+    if sum(part.shape[0] for part in parts) < math.prod(shape):
         raise ValueError(f"{path}: its optim_states end before {name} does; copy all of them")
     return ForeignTensor(
-        shape, lambda: torch.cat([pieces.read(at, size) for pieces, at, size in parts]).view(shape)
+        shape, lambda: torch.cat([part.read() for part in parts] or [torch.empty(0)]).view(shape)
     )

@@ -28,11 +28,9 @@ _LIBRARIES = (  # whose names may appear, though they are never looked up
     *("torch", "numpy", "collections", "argparse", "enum", "types", "pathlib", "_codecs", "datetime"),
     *("megatron", "deepspeed", "transformer_engine", "apex", "signal"),
 )
-_BUILTINS = frozenset(
-    (
-        *("set", "frozenset", "bytearray", "complex", "slice", "range", "int", "float", "str", "bool"),
-        *("list", "dict", "tuple", "object", "getattr"),
-    )
+_BUILTINS = (
+    *("set", "frozenset", "bytearray", "complex", "slice", "range", "int", "float", "str", "bool"),
+    *("list", "dict", "tuple", "object", "getattr"),
 )
 _ERRORS = (
     *(pickle.UnpicklingError, EOFError, OverflowError, struct.error),
@@ -112,17 +110,8 @@ def _check_name(module: str, name: str) -> Global:
 
 _STEPS = {  # of other opcodes 1
     **dict.fromkeys(pickle.EMPTY_LIST + pickle.EMPTY_DICT, 3),
-    **dict.fromkeys(
-        pickle.MARK
-        + pickle.LIST
-        + pickle.DICT
-        + pickle.TUPLE
-        + pickle.TUPLE1
-        + pickle.TUPLE2
-        + pickle.TUPLE3
-        + pickle.SETITEM,
-        2,
-    ),
+    **dict.fromkeys(pickle.MARK + pickle.LIST + pickle.DICT + pickle.SETITEM, 2),
+    **dict.fromkeys(pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3, 2),
     **dict.fromkeys(pickle.REDUCE + pickle.NEWOBJ + pickle.NEWOBJ_EX, 2),
     **dict.fromkeys(pickle.PUT + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE, 2),
     **dict.fromkeys(pickle.EMPTY_SET + pickle.FROZENSET, 8),

@@ -39,14 +39,8 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 _DAMAGES = (
-    EOFError,
-    NotImplementedError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
+    *(zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError),
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError),
 )
 
 
@@ -121,7 +115,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
                 return _read(path, start, file, archive)
     except NotData as error:
         raise NotData(f"{path}: {error}") from None
-    except (*_DAMAGES, zipfile.BadZipFile) as error:
+    except _DAMAGES as error:
         reason = str(error) or type(error).__name__
         raise DamagedFile(
             f"{path}: not a whole file of torch.save's zip format ({reason}); copy it again, or save it with "
