@@ -43,13 +43,10 @@ def format_version(state: Mapping[str, Any]) -> int:
     return FORMAT_VERSION
 
 
-def write_manifest(directory: Location, files: Mapping[str, Entry], version: int | None = None) -> None:
-    """Write manifest and marker for files that are durable. Raises OSError if the file system does.
-
-    `version` is that of the format, by default the one of most checkpoints.
-    """
+def write_manifest(directory: Location, files: Mapping[str, Entry], version: int = FORMAT_VERSION) -> None:
+    """Write manifest and marker for files that are durable. Raises OSError if the file system does."""
     described = {name: entry.to_json() for name, entry in files.items()}
-    manifest = {"format_version": version or FORMAT_VERSION, "files": described}
+    manifest = {"format_version": version, "files": described}
     text = json.dumps(manifest, indent=1) + "\n"
     write_durably(directory / MANIFEST, text.encode())
     write_durably(directory / MARKER, _marker(text.encode()))

@@ -157,7 +157,7 @@ class SplitOpener:
             mask = "--" + self.config.masks[0].replace("_", "-")
             fix = f"the documents of the text {path} have no end of document; add --append-eod"
             raise option_error(mask, "(given)", fix)
-        from megatron_zpp.data.text.samples import text_samples
+        from megatron_zpp.data.text.samples import TextDataset
 
         cache = self._text(flag, path)
         text = cache.source
@@ -172,7 +172,7 @@ class SplitOpener:
         if prepared is not None:
             # A blend deviates from the shares by up to half a sample per level of its tree.
             prepared = math.ceil(prepared * weight / sum(weights)) + len(weights)
-        return text_samples(split, cache, blocks, self.seq_length, seed, prepared)
+        return TextDataset(split, cache, blocks, self.seq_length, seed, prepared)
 
     def _megatron(self, split: str, flag: str, parts: list[DatasetSlice]) -> Samples:
         from megatron_zpp.data.megatron.dataset import MegatronOrders

@@ -148,7 +148,7 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
     descending = np.argsort((size - lengths).astype(np.uint16 if size < 1 << 16 else np.int64), kind="stable")
     each, firsts = np.unique(size - lengths[descending], return_index=True)
     found = np.empty(len(lengths), np.int64)
-    room = _Room()
+    room = _Room(size)
     for length, first, last in zip((size - each).tolist(), firsts, [*firsts[1:], len(lengths)], strict=False):
         items, placed = descending[first:last], 0
         for left, bins in room.taken(length, len(items)):
@@ -159,21 +159,14 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
             room.give(left - fit * length, bins[: len(used) // fit])
             if partly := len(used) % fit:
                 room.give(left - partly * length, bins[-1:])
-        fit, more = size // length, len(items) - placed
-        opened = room.opened + np.arange(-(-more // fit))
-        found[items[placed:]] = np.repeat(opened, fit)[:more]
-        room.opened += len(opened)
-        room.give(size - fit * length, opened[: more // fit])
-        if partly := more % fit:
-            room.give(size - partly * length, opened[-1:])
     return found
 
 
 class _Room:
-    """Open bins by the room that they have left."""
+    """Bins of one size by the room that they have left."""
 
-    def __init__(self) -> None:
-        self.opened = 0
+    def __init__(self, size: int) -> None:
+        self._size, self._opened = size, 0
         self._sizes: list[int] = []  # ascending
         self._bins: dict[int, list[np.ndarray]] = {}
 
@@ -187,13 +180,17 @@ class _Room:
         self._bins[left].append(bins)
 
     def taken(self, length: int, items: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (room, bins) for `items` items of a length, the fullest first; what is yielded is removed.
+        """Yield (room, bins) for `items` items of a length, the fullest first, and at last new ones.
 
-        Bins that are given back meanwhile must have less room than `length`, except after the last yield.
+        What is yielded is removed. Bins that are given back meanwhile must have less room than `length`, but
+        for those after the last yield.
         """
         while items > 0:
             at = bisect.bisect_left(self._sizes, length)
             if at == len(self._sizes):
+                opened = self._opened + np.arange(-(-items // (self._size // length)))
+                self._opened += len(opened)
+                yield self._size, opened
                 return
             left = self._sizes[at]
             bins = self._bins[left].pop()

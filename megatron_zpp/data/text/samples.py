@@ -11,44 +11,41 @@ together.
 
 import bisect
 import math
-from dataclasses import replace
 
 import numpy as np
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.samples import Epochs, KnownSamples, ShardRecord
 from megatron_zpp.data.text.cache import TokenCache
-from megatron_zpp.data.text.order import GroupOrder
 from megatron_zpp.data.text.sources import fingerprint_of
 
 _AHEAD = 2.0  # fraction of the next group tokenised per fraction of this group read
 _HELD = 2  # groups whose tokens stay in memory, because a batch may span two groups
 
 
-def text_samples(
-    split: str, cache: TokenCache, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
-) -> "TextDataset":
-    """Samples of the blocks [first, last). The first `prepared` are tokenised now; None means all.
-
-    Raises ValueError if one of these cannot be read, or if the split has no sample.
-    """
-    order = cache.source.order(*blocks, seq_length, seed)
-    dataset = TextDataset(split, cache, order, seq_length)
-    dataset.prepare(prepared)
-    return dataset
-
-
 class TextDataset(KnownSamples):
-    """Samples of some blocks of a text, tokenised when they are needed or shortly before."""
+    """Samples of the blocks [first, last) of a text, tokenised when they are needed or shortly before.
+
+    The first `prepared` are tokenised at once: see `prepare`. `split` names the samples in errors.
+    """
 
     windows_per_epoch: int | None = None
 
-    def __init__(self, split: str, cache: TokenCache, order: GroupOrder, seq_length: int) -> None:
-        """`split` names the samples in errors."""
-        self._split = split
-        self._source, self._cache, self._order, self._seq_length = cache.source, cache, order, seq_length
+    def __init__(
+        self,
+        split: str,
+        cache: TokenCache,
+        blocks: tuple[int, int],
+        seq_length: int,
+        seed: int,
+        prepared: int | None,
+    ) -> None:
+        self._split, self._blocks, self._seq_length = split, blocks, seq_length
+        self._source, self._cache = cache.source, cache
+        self._order = cache.source.order(*blocks, seq_length, seed)
         self._ends: list[int] = []  # number of the first sample after each group, as far as known
         self._rings: dict[int, np.ndarray] = {}  # by group
+        self.prepare(prepared)
 
     def prepare(self, samples: int | None) -> None:
         """Tokenise the first `samples` samples, an epoch if None.
@@ -77,11 +74,8 @@ class TextDataset(KnownSamples):
 
     def with_seed(self, seed: int) -> "TextDataset":
         """Return the same blocks in the order of another seed, counted if these are counted."""
-        order = replace(self._order, seed=seed)
-        moved = TextDataset(self._split, self._cache, order, self._seq_length)
-        if self.windows_per_epoch is not None:
-            moved.prepare(None)
-        return moved
+        prepared = 0 if self.windows_per_epoch is None else None
+        return TextDataset(self._split, self._cache, self._blocks, self._seq_length, seed, prepared)
 
     def describe(self) -> str:
         text = self._source.describe(self._order.last - self._order.first)

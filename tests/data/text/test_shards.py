@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from megatron_zpp.data.corpus.compression import lines_by_chunk
-from megatron_zpp.data.text.samples import text_samples
+from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.text.shards import parquet as parquet_shards
 from megatron_zpp.data.text.shards.text import ShardedText, _bytes_of_block, open_shards
 from megatron_zpp.data.text.sources import fingerprint_of
@@ -108,7 +108,7 @@ def test_the_first_sample_needs_a_fraction_of_the_bytes(
         lambda path, buffering=-1: io.BufferedReader(CountingFile(path)) if buffering else CountingFile(path),
     )
     text = opened(pattern, data_cache_path=str(tmp_path / "cache"))
-    text_samples("train", text, (0, text.source.blocks), 64, 7, 1).batch(np.arange(4))
+    TextDataset("train", text, (0, text.source.blocks), 64, 7, 1).batch(np.arange(4))
     assert 0.1 * total < CountingFile.count < 0.4 * total
     assert (text.counts(np.arange(text.source.blocks)) >= 0).mean() < 0.15
 
@@ -116,7 +116,7 @@ def test_the_first_sample_needs_a_fraction_of_the_bytes(
 def test_what_is_open_and_in_memory_is_bounded(tmp_path: Path) -> None:
     text = opened(write_shards(tmp_path / "shards", "parquet", random_documents(2_000), 40))
     text.source.group = 16
-    samples, files = text_samples("train", text, (0, text.source.blocks), 64, 7, 1), 0
+    samples, files = TextDataset("train", text, (0, text.source.blocks), 64, 7, 1), 0
     for first in range(0, 3000, 75):
         samples.batch(np.arange(first, first + 25))
         names = [os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd")]
@@ -192,7 +192,7 @@ def test_a_bad_line_of_a_shard_is_named(documents: list[list[int]], tmp_path: Pa
     lines[33] = b'{"text": \n'
     (tmp_path / "02.jsonl.gz").write_bytes(gzip.compress(b"".join(lines)))
     text = opened(pattern, num_workers=1)
-    said = refusal(text_samples, "train", text, (0, text.source.blocks), 8, 1, None)
+    said = refusal(TextDataset, "train", text, (0, text.source.blocks), 8, 1, None)
     assert "02.jsonl.gz line 34: malformed line: not JSON" in said
     (tmp_path / "plain.jsonl").write_bytes(b"".join(lines))
     with pytest.raises(ValueError, match=r"plain\.jsonl line 34: malformed line"):
