@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
@@ -24,13 +24,13 @@ from megatron_zpp.storage.location import AnyLocation, Location, location
 from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.storage.regular import read_limited
 
-if TYPE_CHECKING:
-    from megatron_zpp.storage.objects.path import ObjectPath
-
 TRACKER = "latest_checkpointed_iteration.txt"
 _TRACKER_LIMIT = 32  # bytes
 _NAME = re.compile(r"iter_(\d{7,})(\.retired|\.replacement)?")
-_SUFFIXES = ("", ".replacement", ".retired")  # in the order in which they count
+# Of a checkpoint until it is committed; one that is replaced, while both are renamed; one in an object store,
+# where nothing can be renamed, that is to replace another: see object_saves.py.
+PARTIAL, RETIRED, REPLACEMENT = ".partial", ".retired", ".replacement"
+_SUFFIXES = ("", REPLACEMENT, RETIRED)  # in the order in which they count
 LOOKUPS = 20  # for a checkpoint that is not removed while it is read
 _Read = TypeVar("_Read")
 
@@ -53,24 +53,14 @@ def named_checkpoint(directory: Location, name: Any) -> Location:
     return directory / name
 
 
-def partial_path(final: AnyLocation) -> AnyLocation:
-    """The path of a checkpoint until it is committed; of an object store, see object_saves.py."""
-    return final.with_name(f"{final.name}.partial")
-
-
-def retired_path(final: AnyLocation) -> AnyLocation:
-    """The path of the checkpoint that `final` replaces, while both are renamed."""
-    return final.with_name(f"{final.name}.retired")
-
-
-def replacement_path(final: "ObjectPath") -> "ObjectPath":
-    """The path of a checkpoint in an object store that is to replace `final`, which cannot be renamed."""
-    return final.with_name(f"{final.name}.replacement")
+def aside(final: AnyLocation, suffix: str) -> AnyLocation:
+    """The path of another directory, or sign, of the iteration of `final`, by one of the suffixes above."""
+    return final.with_name(f"{final.name}{suffix}")
 
 
 def places_of(final: Location) -> list[Location]:
     """The directories to which a save of a checkpoint may write."""
-    return [partial_path(final)] if isinstance(final, Path) else [final, replacement_path(final)]
+    return [aside(final, PARTIAL)] if isinstance(final, Path) else [final, aside(final, REPLACEMENT)]
 
 
 def committed(directory: Location) -> dict[int, Location]:
@@ -115,7 +105,7 @@ def _was_finished(path: Location, entries: Collection[Location]) -> bool:
     """Whether `path` of a list of entries was a whole checkpoint when they were listed, or is damaged."""
     if iteration_of(path) is None:
         return False
-    return isinstance(path, Path) or partial_path(path) not in entries
+    return isinstance(path, Path) or aside(path, PARTIAL) not in entries
 
 
 def _is_uncommitted(path: Location) -> bool:
@@ -276,7 +266,7 @@ def remove_leftovers(directory: Path) -> None:
 
 def is_unfinished(path: Location) -> bool:
     """Whether `path`, of an object store, was begun by a save that did not commit it. False for others."""
-    return not isinstance(path, Path) and partial_path(path).is_file()
+    return not isinstance(path, Path) and aside(path, PARTIAL).is_file()
 
 
 def remove_old(
@@ -304,13 +294,13 @@ def remove_committed(path: Location, on_progress: OnProgress = no_report) -> Non
     removes it.
     """
     if not isinstance(path, Path):
-        unfinished = partial_path(path)
+        unfinished = aside(path, PARTIAL)
         unfinished.write(b"")
         (path / MARKER).unlink()
         path.remove_tree()
         unfinished.unlink()
     else:
-        doomed = partial_path(path)
+        doomed = aside(path, PARTIAL)
         os.replace(path, doomed)
         for file in doomed.iterdir():  # one by one, because thousands of files may outlast a time-out
             with contextlib.suppress(OSError):

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import (
-    partial_path,
+    PARTIAL,
+    RETIRED,
+    aside,
     places_of,
     remove_leftovers,
-    retired_path,
     write_tracker,
 )
 from megatron_zpp.checkpoint.file_worker import FileWorker
@@ -202,7 +203,7 @@ def _open(final: Location, may_write: Callable[[], None]) -> Location:
 
         return begin_save(final)
     remove_leftovers(final.parent)
-    partial = partial_path(final)
+    partial = aside(final, PARTIAL)
     partial.mkdir(parents=True)
     return partial
 
@@ -215,7 +216,7 @@ def _remove(final: Location, may_write: Callable[[], None]) -> None:
 
         discard_save(final)
     else:
-        shutil.rmtree(partial_path(final), ignore_errors=True)
+        shutil.rmtree(aside(final, PARTIAL), ignore_errors=True)
 
 
 def _commit(
@@ -244,7 +245,7 @@ def _commit(
     write_manifest(partial, files, version)
     on_progress()  # raises if the save was abandoned, before a directory gets its name
     if isinstance(partial, Path) and isinstance(final, Path):
-        commit_directory(partial, final, retired_path(final))
+        commit_directory(partial, final, aside(final, RETIRED))
     elif not isinstance(partial, Path) and not isinstance(final, Path):
         from megatron_zpp.checkpoint.object_saves import end_save
 

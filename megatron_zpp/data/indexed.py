@@ -16,7 +16,6 @@ Both files are little-endian. PREFIX.bin holds the concatenated tokens. PREFIX.i
 import hashlib
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,7 +23,7 @@ import numpy as np
 
 from megatron_zpp.data.checksums import changed_since_written, read_checksums
 from megatron_zpp.data.file_array import AnyFile, FileArray, OpenFile
-from megatron_zpp.data.samples import KnownSamples
+from megatron_zpp.data.samples import Source
 from megatron_zpp.storage.checksums import DamagedFile, verify_file
 from megatron_zpp.storage.location import location
 from megatron_zpp.storage.regular import UnfitFile
@@ -59,7 +58,7 @@ class NoDataset(ValueError):
     """Neither file of a data set exists."""
 
 
-class IndexedDataset:
+class IndexedDataset(Source):
     """A data set on disk, whose files stay open and are read when an array is indexed (file_array.py).
 
     The constructor checks that the index is consistent with itself, with the size of PREFIX.bin and with
@@ -84,7 +83,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path, cache: str | None = None) -> None:
-        self.prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
+        self.name = self.prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
         self.local, self._cache = self.prefix, cache
         if not isinstance(stored := location(self.prefix), Path):
             assert cache is not None, "DataConfig.check requires a directory for data in an object store"
@@ -134,7 +133,7 @@ class IndexedDataset:
         return both[:, 0], ends
 
     def fingerprint(self) -> str:
-        """An identifier of the contents: SHA-256 of dtype, both counts, and lengths and tokens at both ends.
+        """SHA-256 of dtype, both counts, and lengths and tokens at both ends.
 
         It is the same with and without PREFIX.checksums.json, which may be added or lost between two runs.
         """
@@ -283,20 +282,3 @@ def check_document_indices(path: str, indices: Rows, sequences: int) -> None:
         raise ValueError(
             f"{path}: byte {at}: the last document ends at sequence {indices[-1]}; there are {sequences}"
         )
-
-
-@dataclass(frozen=True)
-class IndexedSamples(KnownSamples):
-    """Samples of an indexed data set, which is recognised by all of its contents."""
-
-    source: IndexedDataset
-
-    @property
-    def name(self) -> str:
-        return self.source.prefix
-
-    def fingerprint(self) -> str:
-        return self.source.fingerprint()
-
-    def older_fingerprints(self) -> tuple[str, ...]:
-        return self.source.older_fingerprints()

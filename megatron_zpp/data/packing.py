@@ -52,8 +52,8 @@ class PackedDataset(RandomOrder):
         documents, cut, predictions = self.indexes["counts"][:].tolist()
         padding = 1 - predictions / (self.windows_per_epoch * self.seq_length)
         return (
-            f"{self.name}: {predictions:,} predictions of {counted(documents, 'document')}, {cut:,} of them "
-            f"cut, packed into {self.windows_per_epoch:,} samples of {self.seq_length} with "
+            f"{self.source.name}: {predictions:,} predictions of {counted(documents, 'document')}, {cut:,} "
+            f"of them cut, packed into {self.windows_per_epoch:,} samples of {self.seq_length} with "
             f"{padding:.2%} padding"
         )
 

@@ -80,24 +80,19 @@ class StoredTensor:
     stride: tuple[int, ...]
     offset: int
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The format of its elements."""
-        return self.storage.dtype
-
     def read(self) -> Tensor:
         """Return the tensor on the CPU, in its own format. Raises DamagedFile if the file ends too early."""
-        size = self.dtype.itemsize
+        dtype, size = self.storage.dtype, self.storage.dtype.itemsize
         reach = 1 + sum((length - 1) * step for length, step in zip(self.shape, self.stride, strict=True))
         if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=dtype)
         with open_stream(self.storage.path) as file:
             self.storage.check(file)
             file.seek(self.storage.start + self.offset * size)
             content = bytearray(file.read(reach * size))
             if len(content) != reach * size:
                 raise DamagedFile(f"{self.storage.path}: ends before a tensor of it does")
-        flat = torch.frombuffer(content, dtype=self.dtype)
+        flat = torch.frombuffer(content, dtype=dtype)
         return flat.as_strided(self.shape, self.stride)
 
 

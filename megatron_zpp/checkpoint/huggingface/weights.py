@@ -20,7 +20,6 @@ from megatron_zpp.checkpoint.huggingface.names import (
     THEIR_OUTPUT,
     TOKENS,
     TransformersTensor,
-    has_images,
     names_of,
 )
 from megatron_zpp.checkpoint.imported import parameter_shapes
@@ -115,9 +114,7 @@ class HuggingFaceWeights:
                         f"{WEIGHTS_INDEX}: {file} has no tensor {shown_key(name)}; download the files again"
                     )
                 slices[name] = handle.get_slice(name)
-        images = has_images(slices)
-        named = {self._names.bare(name, images=images): tensor for name, tensor in slices.items()}
-        return {name: tensor for name, tensor in named.items() if name is not None}
+        return {bare: slices[name] for name, bare in self._names.bare(slices).items()}
 
     def _files(self) -> Mapping[str, list[str] | None]:
         """Return the names of tensors by file; None stands for all tensors of the file."""
@@ -191,7 +188,7 @@ class HuggingFaceWeights:
                     raise self._named.error(
                         f"lm_head.weight is not {table}, but tie_word_embeddings says so; set that to false"
                     )
-            elif not self._names.is_buffer(name):
+            elif not self._names.buffers.fullmatch(name):
                 raise self._named.error(
                     f"its tensor {shown_key(name)} is no part of the model that its config.json describes"
                 )

@@ -21,7 +21,7 @@ from megatron_zpp.data.corpus.compression import lines_by_chunk
 from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.text.shards import parquet as parquet_shards
 from megatron_zpp.data.text.shards.text import ShardedText, _bytes_of_block, open_shards
-from megatron_zpp.data.text.sources import fingerprint_of
+from megatron_zpp.data.text.sources import TextSource
 from tests.data.text.conftest import EOD, documents_of, json_lines, opened, with_ends
 from tests.support import flipped, nightly, refusal
 
@@ -183,7 +183,7 @@ def test_tokens_cached_before_bytes_were_decoded_are_not_used(tmp_path: Path) ->
     assert set(source("strings", pa.large_string()).made_of) == keys
     assert set(of_bytes.made_of) > keys
     before = {key: value for key, value in of_bytes.made_of.items() if key in keys}
-    assert fingerprint_of(of_bytes) == fingerprint_of(SimpleNamespace(made_of=before))
+    assert of_bytes.fingerprint() == TextSource.fingerprint(SimpleNamespace(made_of=before))
 
 
 def test_a_bad_line_of_a_shard_is_named(documents: list[list[int]], tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_remote_shards(documents: list[list[int]], tmp_path: Path, monkeypatch: 
     lines = b"".join(map(opened_urls().read, range(source.blocks))).splitlines()
     assert [json.loads(line)["text"] for line in lines] == [" ".join(map(str, ids)) for ids in documents]
     assert len(read) == len(urls) == 7
-    assert [record.name for record in source.shard_records()] == urls
+    assert [record.name for record in source.shards()] == urls
     (kept,) = (tmp_path / "cache").glob("*.rows.json")
     content = kept.read_text()
     kept.write_text("[[")
@@ -282,7 +282,7 @@ def test_remote_shards(documents: list[list[int]], tmp_path: Path, monkeypatch: 
             opened_urls().read(0)
     another = urls[3].removeprefix("memory:/")
     files.pipe(another, files.cat(another))
-    pairs = zip(source.shard_records(), opened_urls().shard_records(), strict=True)
+    pairs = zip(source.shards(), opened_urls().shards(), strict=True)
     assert [old == new for old, new in pairs] == [number != 3 for number in range(7)]
 
 

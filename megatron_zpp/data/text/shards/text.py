@@ -69,7 +69,7 @@ class ShardedText(TextSource):
         group = max(self.group, -(-least // self._block_bytes))
         return ShardOrder(first, last, group, seed, stretches=self.stretches)
 
-    def shard_records(self) -> tuple[ShardRecord, ...]:
+    def shards(self) -> tuple[ShardRecord, ...]:
         return tuple(shard.file.record() for shard in self._shards)
 
     def read(self, block: int) -> bytes:
