@@ -38,7 +38,7 @@ def read_zero(path: Path) -> ForeignModel:
         raise ValueError(
             f"{path}: has frozen parameters, which this program does not train; merge them first"
         )
-    pipelined = _ranks_of_layers(path)
+    pipelined = len({match[2] for match, _ in _named(path, _LAYER)})  # tensor ranks that have layer files
     ranks: list[Mapping[str, AnyTensor]] = []
     left_out = [_MOMENTS]
     if pipelined and pipelined != len(states):  # tensor ranks are not model-parallel ranks
@@ -49,7 +49,9 @@ def read_zero(path: Path) -> ForeignModel:
             shares = [_optimizer(file) for file in _optimizer_files(path, rank)]
             ranks.append(_from_shares(path, state, shares))
     else:
-        ranks = [_module(path, rank, state) for rank, state in states.items()]
+        for rank, state in states.items():  # the weights of the module itself, in the format of the run
+            module = state.get("module")
+            ranks.append(flatten(path, module) if isinstance(module, dict) else _layers(path, rank))
         left_out = ["fp32 weights: there are no optim_states files, so weights are those of the module"]
     return foreign_model("DeepSpeed (ZeRO files)", path, states[0], ranks, left_out)
 
@@ -71,44 +73,30 @@ def read_universal(path: Path) -> ForeignModel:
     return foreign_model("DeepSpeed (Universal)", path, state, [found], [_MOMENTS])
 
 
+def _named(path: Path, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:
+    """Return the files of a directory whose names match, in the order of names."""
+    return [(match, file) for file in sorted(path.iterdir()) if (match := pattern.fullmatch(file.name))]
+
+
 def _first_files(path: Path) -> dict[int, Path]:
-    """Return a file of each model-parallel rank; at stage 3 that of its data rank 0."""
-    found: dict[int, Path] = {}
-    for file in sorted(path.iterdir()):
-        if (match := _MODEL.fullmatch(file.name)) and not int(match[1] or 0):
-            found.setdefault(int(match[2]), file)
-    return found
+    """Return the first file of each model-parallel rank; at stage 3 that of its data rank 0."""
+    found = [(int(match[2]), file) for match, file in _named(path, _MODEL) if not int(match[1] or 0)]
+    return dict(reversed(found))
 
 
 def _optimizer_files(path: Path, rank: int) -> list[Path]:
     """Return the files of a model-parallel rank's data ranks, in their order. Raises ValueError for a gap."""
-    found = {
-        int(match[1]): file
-        for file in path.iterdir()
-        if (match := _OPTIMIZER.fullmatch(file.name)) and int(match[2]) == rank
-    }
+    found = {int(match[1]): file for match, file in _named(path, _OPTIMIZER) if int(match[2]) == rank}
     if sorted(found) != list(range(len(found))):
         raise ValueError(f"{path}: has optim_states of data ranks {sorted(found)}; copy all of them")
     return [found[number] for number in range(len(found))]
 
 
-def _module(path: Path, rank: int, state: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Return the weights of the module itself, in the format of the run."""
-    if isinstance(state.get("module"), dict):
-        return flatten(path, state["module"])
-    return _layers(path, rank)
-
-
-def _ranks_of_layers(path: Path) -> int:
-    """Return the number of tensor ranks that have layer files."""
-    return len({match[2] for file in path.iterdir() if (match := _LAYER.fullmatch(file.name))})
-
-
 def _layers(path: Path, rank: int) -> dict[str, StoredTensor]:
     """Return the weights in a tensor rank's layer files."""
     found: dict[str, StoredTensor] = {}
-    for file in sorted(path.iterdir()):
-        if (match := _LAYER.fullmatch(file.name)) and int(match[2]) == rank:
+    for match, file in _named(path, _LAYER):
+        if int(match[2]) == rank:
             layer = flatten(file, read_state(file))
             found |= {f"{int(match[1])}.{name}": tensor for name, tensor in layer.items()}
     if not found:

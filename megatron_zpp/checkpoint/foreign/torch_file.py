@@ -192,19 +192,16 @@ def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
         _, kind, key, _, count = value  # "storage", its class, the name of its file, device, elements
         if not isinstance(key, str) or f"data/{key}" not in entries:
             raise NotData("has a tensor whose bytes are not there")
-        dtype = _STORAGES[kind.name]
-        if (key, dtype) not in storages:
-            storages[key, dtype] = found(key, dtype, count)
-        return storages[key, dtype]
-
-    def found(key: str, dtype: torch.dtype, count: Any) -> _Storage:
-        info = entries[f"data/{key}"]
+        dtype, info = _STORAGES[kind.name], entries[f"data/{key}"]
+        if (key, dtype) in storages:
+            return storages[key, dtype]
         if type(count) is not int or not 0 <= count * dtype.itemsize <= info.file_size:
             raise NotData(f"its tensor data/{key} is shorter than it says")
         begin = _data_start(file, start + info.header_offset)
         if begin + info.file_size > os.fstat(file.fileno()).st_size:
             raise zipfile.BadZipFile("it ends too early")
-        return _Storage(path, begin, info.file_size, dtype, info.CRC)
+        storages[key, dtype] = _Storage(path, begin, info.file_size, dtype, info.CRC)
+        return storages[key, dtype]
 
     return read_pickle(archive.read(entries["data.pkl"]), storage, _MAKERS)
 
