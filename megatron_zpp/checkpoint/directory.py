@@ -78,12 +78,12 @@ def newest_first(directory: Location) -> Iterator[Location]:
 
     The directory is listed once. Raises OSError of an object store.
     """
-    return _newest_of(_entries(directory))
+    return _newest_of(directory.glob("iter_*"))
 
 
 def _newest_of(entries: Iterable[Location]) -> Iterator[Location]:
     found: dict[int, list[Location]] = {}
-    for path in entries:  # a name sorts before the same name with .retired or .replacement
+    for path in sorted(entries):  # a name sorts before the same name with .retired or .replacement
         if (iteration := iteration_of(path)) is not None:
             found.setdefault(iteration, []).append(path)
     for _, paths in sorted(found.items(), reverse=True):
@@ -96,11 +96,6 @@ def committed_of(directory: Location, iteration: int) -> Location | None:
     return next(filter(is_committed, (directory / f"{name}{suffix}" for suffix in _SUFFIXES)), None)
 
 
-def _entries(directory: Location) -> list[Location]:
-    """What is called like a checkpoint, in the order of names."""
-    return sorted(directory.glob("iter_*"))
-
-
 def _was_finished(path: Location, entries: Collection[Location]) -> bool:
     """Whether `path` of a list of entries was a whole checkpoint when they were listed, or is damaged."""
     if iteration_of(path) is None:
@@ -109,8 +104,12 @@ def _was_finished(path: Location, entries: Collection[Location]) -> bool:
 
 
 def _is_uncommitted(path: Location) -> bool:
-    """Whether `path`, which had no marker a moment ago, is there without one: it was not just removed."""
-    return path.exists() and not is_unfinished(path) and not is_committed(path)
+    """Whether `path`, which had no marker a moment ago, is there without one: it was not just removed.
+
+    In an object store, what a save has begun and not committed is none.
+    """
+    unfinished = not isinstance(path, Path) and aside(path, PARTIAL).is_file()
+    return path.exists() and not unfinished and not is_committed(path)
 
 
 def candidates(directory: str, iteration: int | None = None, flag: str = "--load") -> list[Location]:
@@ -185,7 +184,8 @@ def each_candidate(directory: str, iteration: int | None = None, flag: str = "--
                 return
         else:
             for _ in range(LOOKUPS):
-                entries, any_there = _entries(root), False
+                entries: list[Location] = sorted(root.glob("iter_*"))
+                any_there = False
                 for path in _newest_of(entries):
                     any_there = True
                     yield path
@@ -262,11 +262,6 @@ def remove_leftovers(directory: Path) -> None:
     for path in directory.glob("iter_*.retired"):
         if is_committed(path.with_suffix("")):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def is_unfinished(path: Location) -> bool:
-    """Whether `path`, of an object store, was begun by a save that did not commit it. False for others."""
-    return not isinstance(path, Path) and aside(path, PARTIAL).is_file()
 
 
 def remove_old(
