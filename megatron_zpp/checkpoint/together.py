@@ -49,9 +49,7 @@ def read_together(
         except Stuck:
             raise
         except (DamagedFile, OSError) as error:
-            is_damage = _is_damaged(error)
-            reason = one_line(error) if is_damage else _unreadable(error, exchange.topology.rank)
-            problem = {"reason": reason, "is_damage": is_damage}
+            problem = _problem_of(error, exchange.topology.rank)
         problem = exchange.first("problem", problem)
     if problem is None:
         return result, None
@@ -60,23 +58,18 @@ def read_together(
     return result, problem["reason"]
 
 
-def _is_damaged(error: Exception) -> bool:
-    """Return whether an error says that a checkpoint is damaged, so that an older one may take its place.
+def _problem_of(error: DamagedFile | OSError, rank: int) -> dict[str, Any]:
+    """What is said of an error, and whether it is damage, so that an older checkpoint may take its place.
 
     Storage that does not answer says nothing about a checkpoint.
     """
-    if isinstance(error, OSError):
-        return says_what_is_there(error) and not isinstance(error, ObjectError)
-    return isinstance(error, DamagedFile)
-
-
-def _unreadable(error: Exception, rank: int) -> str:
-    if isinstance(error, ObjectError):
-        return one_line(error)  # with a remedy
+    of_store = isinstance(error, ObjectError)
+    if isinstance(error, DamagedFile) or of_store or says_what_is_there(error):
+        return {"reason": one_line(error), "is_damage": not of_store}  # a store's error has a remedy
     fix = "start again once it can be read"
     if isinstance(error, PermissionError):
         fix = "let the user of the run read it"
-    return f"rank {rank} on {platform.node()}: {one_line(error)}; {fix}"
+    return {"reason": f"rank {rank} on {platform.node()}: {one_line(error)}; {fix}", "is_damage": False}
 
 
 @dataclass(frozen=True)
