@@ -13,13 +13,12 @@ A directory without a marker is not a checkpoint; one whose marker, manifest and
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile
 from megatron_zpp.storage.files import write_durably
 from megatron_zpp.storage.location import Location
-from megatron_zpp.storage.regular import UnfitFile, read_limited
+from megatron_zpp.storage.regular import UnfitFile, is_name, read_limited
 from megatron_zpp.storage.sidecar import SidecarDigest
 
 FORMAT_VERSION = 6
@@ -92,7 +91,7 @@ def read_manifest(directory: Location) -> dict[str, Entry]:
         readable = ", ".join(map(str, READABLE_VERSIONS))
         raise ValueError(f"{path}: format version {version}; this program reads {readable}")
     for name in names:
-        if name != Path(name).name:
+        if not is_name(name):
             raise DamagedFile(f"{path}: names a file outside of the checkpoint: {name!r}")
     return {name: _entry(files[name], path) for name in names}
 

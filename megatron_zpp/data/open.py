@@ -136,18 +136,12 @@ class SplitOpener:
         return WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed=seed)
 
     def _packed(self, split: str, part: DatasetSlice, seed: int) -> KnownSamples:
+        from megatron_zpp.data.order_cache import OrderCache
         from megatron_zpp.data.packing import pack
 
-        return pack(
-            part,
-            self.config,
-            self.say,
-            split=split,
-            seq_length=self.seq_length,
-            vocab_size=self.vocab_size,
-            seed=seed,
-            filler=self.eod,
-        )
+        part.check_tokens(split, self.seq_length, 2, self.config)
+        cache = OrderCache(self.config, part.source.local, self.say)
+        return pack(part, cache, split, self.seq_length, self.vocab_size, seed=seed, filler=self.eod)
 
     def _text_samples(
         self, split: str, flag: str, path: str, seed: int, weight: float, weights: Sequence[float]

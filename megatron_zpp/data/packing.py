@@ -9,12 +9,11 @@ order, which is a closed form of (seed, e), as that of windows.
 """
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.words import counted
 from megatron_zpp.data.documents import NOT_COUNTED
@@ -92,20 +91,18 @@ class PackedDataset(RandomOrder):
 
 def pack(
     part: DatasetSlice,
-    config: DataConfig,
-    say: Callable[[str], None],
-    *,
+    cache: OrderCache,
     split: str,
     seq_length: int,
     vocab_size: int,
+    *,
     seed: int,
     filler: int,
 ) -> PackedDataset:
-    """Return the samples of `part`. Its index is cached; `say` gets a line when it is built.
+    """Return the samples of `part`, whose index is in `cache`.
 
     Raises ValueError if no document has two tokens.
     """
-    part.check_tokens(split, seq_length, 2, config)
     source = part.source
     made_of = {
         "version": _VERSION,
@@ -114,8 +111,6 @@ def pack(
         "sequences": [part.first, part.last],
         "seq_length": seq_length,
     }
-
-    cache = OrderCache(config, source.local, say)
     what = f"the {split} packing of {source.prefix}"
     indexes = cache.get(made_of, lambda: _built_indexes(part, seq_length), what)
     packed = PackedDataset(source, indexes, seq_length, vocab_size, filler, seed=seed)

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from megatron_zpp.checkpoint.slices import fill
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.values.json_file import read_json_object, shown_key
 from megatron_zpp.placement import Layout, Placement, within
-from megatron_zpp.storage.regular import UnfitFile, open_regular
+from megatron_zpp.storage.regular import UnfitFile, is_name, open_regular
 
 _DTYPES = ("F32", "BF16", "F16")  # all of which fp32 holds exactly
 _TABLES = (TOKENS, OUTPUT)
@@ -135,7 +134,7 @@ class HuggingFaceWeights:
         if not isinstance(weight_map, dict) or not weight_map:
             raise self._named.error(f"{WEIGHTS_INDEX}: has no weight_map; download it again")
         for name, file in weight_map.items():
-            if not _is_file_name(file):
+            if not is_name(file):
                 raise self._named.error(
                     f"{WEIGHTS_INDEX}: {shown_key(name)} is in no file beside it; download it again"
                 )
@@ -204,10 +203,3 @@ class HuggingFaceWeights:
             raise self._named.error(
                 f"{theirs.name} is {tensor.get_dtype()}; must be one of {', '.join(_DTYPES)}"
             )
-
-
-def _is_file_name(value: Any) -> bool:
-    """Return whether it can only be the name of a file beside the index."""
-    return (
-        type(value) is str and value.isprintable() and value not in ("", "..") and Path(value).name == value
-    )
