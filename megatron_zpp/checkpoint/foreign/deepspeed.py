@@ -11,7 +11,9 @@ fp32 weights are preferred to the module's, which are rounded to the format of t
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -136,12 +138,13 @@ def _from_shares(
         raise ValueError(f"{path}: has optim_states of {len(shares)}{said} data ranks; copy all of them")
     found: dict[str, ForeignTensor] = {}
     if _number(shares[0]["zero_stage"]) == 3:  # a rank has an equal part of each parameter, the last padded
-        flats, offset = [_tensors(path, share, "fp32_flat_groups") for share in shares], 0
+        groups_of_ranks, offset = [_tensors(path, share, "fp32_flat_groups") for share in shares], 0
+        flats = [(tensors, _ends(tensors)) for tensors in groups_of_ranks]
         for name, shape in (pair for group in groups for pair in group.items()):
             size = math.prod(shape)
             share = -(-size // len(flats))
             sizes = [max(0, min(share, size - rank * share)) for rank in range(len(flats))]
-            cuts = [_slice(flat, offset, length) for flat, length in zip(flats, sizes, strict=True)]
+            cuts = [_slice(*flat, offset, length) for flat, length in zip(flats, sizes, strict=True)]
             found[name] = _joined(path, name, shape, [part for cut in cuts for part in cut])
             offset += share
         return found
@@ -149,10 +152,10 @@ def _from_shares(
     if any(len(part) != len(groups) for part in flat_groups):
         raise ValueError(f"{path}: its optim_states have other groups of parameters than its model_states")
     for group, *whole in zip(groups, *flat_groups, strict=True):
-        offset = 0
+        ends, offset = _ends(whole), 0
         for name, shape in group.items():
             size = math.prod(shape)
-            found[name] = _joined(path, name, shape, _slice(whole, offset, size))
+            found[name] = _joined(path, name, shape, _slice(whole, ends, offset, size))
             offset += size
     return found
 
@@ -170,15 +173,22 @@ def _tensors(path: Path, share: Mapping[str, Any], key: str) -> list[StoredTenso
     return found
 
 
-def _slice(tensors: Sequence[StoredTensor], start: int, length: int) -> list[StoredTensor]:
+def _ends(tensors: Sequence[StoredTensor]) -> list[int]:
+    """Return where each of flat tensors ends if they lie end to end."""
+    return list(accumulate(math.prod(tensor.shape) for tensor in tensors))
+
+
+def _slice(
+    tensors: Sequence[StoredTensor], ends: Sequence[int], start: int, length: int
+) -> list[StoredTensor]:
     """Return what flat tensors, end to end, have of `length` elements from `start` on, part by part."""
-    found = []
-    for tensor in tensors:
-        size = math.prod(tensor.shape)
-        first, stop = max(start, 0), min(start + length, size)
-        if first < stop:
-            found.append(StoredTensor(tensor.storage, (stop - first,), (1,), tensor.offset + first))
-        start -= size
+    found, at = [], bisect_right(ends, start)  # a file may have very many of them
+    while length and at < len(tensors):
+        tensor, taken = tensors[at], min(length, ends[at] - start)
+        first = math.prod(tensor.shape) - (ends[at] - start)
+        if taken:
+            found.append(StoredTensor(tensor.storage, (taken,), (1,), tensor.offset + first))
+        start, length, at = start + taken, length - taken, at + 1
     return found
 
 
