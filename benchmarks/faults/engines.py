@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron_zpp.checkpoint.directory import checkpoint_name
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read_back import read_back
 from megatron_zpp.checkpoint.states import describe_state, shards_of
+from megatron_zpp.checkpoint.together import read_back
 from megatron_zpp.checkpoint.write import write_checkpoint
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.model import ModelConfig

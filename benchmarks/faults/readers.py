@@ -19,11 +19,10 @@ from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.root import Config, parse_args, parse_command_line
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.checksums import checksums_path
-from megatron_zpp.data.indexed import DTYPE_CODES, HEADER, MAGIC, IndexedDataset
+from megatron_zpp.data.indexed import DTYPE_CODES, HEADER, MAGIC, IndexedDataset, verify_tokens
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.provenance import check_provenance, provenance_path, write_provenance
 from megatron_zpp.data.text.shards.text import open_shards
-from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.data.windows import WindowDataset
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece

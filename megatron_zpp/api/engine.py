@@ -37,9 +37,8 @@ from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.load import load_checkpoint, saved_state
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read_back import read_back
 from megatron_zpp.checkpoint.states import describe_state, shards_of
-from megatron_zpp.checkpoint.together import load_newest
+from megatron_zpp.checkpoint.together import load_newest, read_back
 from megatron_zpp.checkpoint.write import write_checkpoint
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.options import option_error

@@ -13,23 +13,24 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from megatron_zpp.checkpoint.manifest import MARKER, is_committed
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.storage.checksums import OnProgress, no_report
 from megatron_zpp.storage.files import write_text
-from megatron_zpp.storage.location import AnyLocation, Location, ObjectError, location
+from megatron_zpp.storage.location import AnyLocation, Location, location
+from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.storage.regular import read_limited
-
-if TYPE_CHECKING:
-    from megatron_zpp.storage.objects.path import ObjectPath
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _TRACKER_LIMIT = 32  # bytes
 _NAME = re.compile(r"iter_(\d{7,})(\.retired|\.replacement)?")
-_SUFFIXES = ("", ".replacement", ".retired")  # in the order in which they count
+# Of a checkpoint until it is committed; one that is replaced, while both are renamed; one in an object store,
+# where nothing can be renamed, that is to replace another: see object_saves.py.
+PARTIAL, RETIRED, REPLACEMENT = ".partial", ".retired", ".replacement"
+_SUFFIXES = ("", REPLACEMENT, RETIRED)  # in the order in which they count
 LOOKUPS = 20  # for a checkpoint that is not removed while it is read
 _Read = TypeVar("_Read")
 
@@ -52,24 +53,14 @@ def named_checkpoint(directory: Location, name: Any) -> Location:
     return directory / name
 
 
-def partial_path(final: AnyLocation) -> AnyLocation:
-    """The path of a checkpoint until it is committed; of an object store, see object_saves.py."""
-    return final.with_name(f"{final.name}.partial")
-
-
-def retired_path(final: AnyLocation) -> AnyLocation:
-    """The path of the checkpoint that `final` replaces, while both are renamed."""
-    return final.with_name(f"{final.name}.retired")
-
-
-def replacement_path(final: "ObjectPath") -> "ObjectPath":
-    """The path of a checkpoint in an object store that is to replace `final`, which cannot be renamed."""
-    return final.with_name(f"{final.name}.replacement")
+def aside(final: AnyLocation, suffix: str) -> AnyLocation:
+    """The path of another directory, or sign, of the iteration of `final`, by one of the suffixes above."""
+    return final.with_name(f"{final.name}{suffix}")
 
 
 def places_of(final: Location) -> list[Location]:
     """The directories to which a save of a checkpoint may write."""
-    return [partial_path(final)] if isinstance(final, Path) else [final, replacement_path(final)]
+    return [aside(final, PARTIAL)] if isinstance(final, Path) else [final, aside(final, REPLACEMENT)]
 
 
 def committed(directory: Location) -> dict[int, Location]:
@@ -87,12 +78,12 @@ def newest_first(directory: Location) -> Iterator[Location]:
 
     The directory is listed once. Raises OSError of an object store.
     """
-    return _newest_of(_entries(directory))
+    return _newest_of(directory.glob("iter_*"))
 
 
 def _newest_of(entries: Iterable[Location]) -> Iterator[Location]:
     found: dict[int, list[Location]] = {}
-    for path in entries:  # a name sorts before the same name with .retired or .replacement
+    for path in sorted(entries):  # a name sorts before the same name with .retired or .replacement
         if (iteration := iteration_of(path)) is not None:
             found.setdefault(iteration, []).append(path)
     for _, paths in sorted(found.items(), reverse=True):
@@ -105,21 +96,20 @@ def committed_of(directory: Location, iteration: int) -> Location | None:
     return next(filter(is_committed, (directory / f"{name}{suffix}" for suffix in _SUFFIXES)), None)
 
 
-def _entries(directory: Location) -> list[Location]:
-    """What is called like a checkpoint, in the order of names."""
-    return sorted(directory.glob("iter_*"))
-
-
 def _was_finished(path: Location, entries: Collection[Location]) -> bool:
     """Whether `path` of a list of entries was a whole checkpoint when they were listed, or is damaged."""
     if iteration_of(path) is None:
         return False
-    return isinstance(path, Path) or partial_path(path) not in entries
+    return isinstance(path, Path) or aside(path, PARTIAL) not in entries
 
 
 def _is_uncommitted(path: Location) -> bool:
-    """Whether `path`, which had no marker a moment ago, is there without one: it was not just removed."""
-    return path.exists() and not is_unfinished(path) and not is_committed(path)
+    """Whether `path`, which had no marker a moment ago, is there without one: it was not just removed.
+
+    In an object store, what a save has begun and not committed is none.
+    """
+    unfinished = not isinstance(path, Path) and aside(path, PARTIAL).is_file()
+    return path.exists() and not unfinished and not is_committed(path)
 
 
 def candidates(directory: str, iteration: int | None = None, flag: str = "--load") -> list[Location]:
@@ -194,7 +184,8 @@ def each_candidate(directory: str, iteration: int | None = None, flag: str = "--
                 return
         else:
             for _ in range(LOOKUPS):
-                entries, any_there = _entries(root), False
+                entries: list[Location] = sorted(root.glob("iter_*"))
+                any_there = False
                 for path in _newest_of(entries):
                     any_there = True
                     yield path
@@ -273,11 +264,6 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def is_unfinished(path: Location) -> bool:
-    """Whether `path`, of an object store, was begun by a save that did not commit it. False for others."""
-    return not isinstance(path, Path) and partial_path(path).is_file()
-
-
 def remove_old(
     directory: Location,
     keep_last: int,
@@ -303,13 +289,13 @@ def remove_committed(path: Location, on_progress: OnProgress = no_report) -> Non
     removes it.
     """
     if not isinstance(path, Path):
-        unfinished = partial_path(path)
+        unfinished = aside(path, PARTIAL)
         unfinished.write(b"")
         (path / MARKER).unlink()
         path.remove_tree()
         unfinished.unlink()
     else:
-        doomed = partial_path(path)
+        doomed = aside(path, PARTIAL)
         os.replace(path, doomed)
         for file in doomed.iterdir():  # one by one, because thousands of files may outlast a time-out
             with contextlib.suppress(OSError):

@@ -13,13 +13,12 @@ A directory without a marker is not a checkpoint; one whose marker, manifest and
 import hashlib
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile
 from megatron_zpp.storage.files import write_durably
 from megatron_zpp.storage.location import Location
-from megatron_zpp.storage.regular import UnfitFile, read_limited
+from megatron_zpp.storage.regular import UnfitFile, is_name, read_limited
 from megatron_zpp.storage.sidecar import SidecarDigest
 
 FORMAT_VERSION = 6
@@ -43,13 +42,10 @@ def format_version(state: Mapping[str, Any]) -> int:
     return FORMAT_VERSION
 
 
-def write_manifest(directory: Location, files: Mapping[str, Entry], version: int | None = None) -> None:
-    """Write manifest and marker for files that are durable. Raises OSError if the file system does.
-
-    `version` is that of the format, by default the one of most checkpoints.
-    """
+def write_manifest(directory: Location, files: Mapping[str, Entry], version: int = FORMAT_VERSION) -> None:
+    """Write manifest and marker for files that are durable. Raises OSError if the file system does."""
     described = {name: entry.to_json() for name, entry in files.items()}
-    manifest = {"format_version": version or FORMAT_VERSION, "files": described}
+    manifest = {"format_version": version, "files": described}
     text = json.dumps(manifest, indent=1) + "\n"
     write_durably(directory / MANIFEST, text.encode())
     write_durably(directory / MARKER, _marker(text.encode()))
@@ -95,7 +91,7 @@ def read_manifest(directory: Location) -> dict[str, Entry]:
         readable = ", ".join(map(str, READABLE_VERSIONS))
         raise ValueError(f"{path}: format version {version}; this program reads {readable}")
     for name in names:
-        if name != Path(name).name:
+        if not is_name(name):
             raise DamagedFile(f"{path}: names a file outside of the checkpoint: {name!r}")
     return {name: _entry(files[name], path) for name in names}
 

@@ -9,11 +9,12 @@ A replacement counts as soon as the marker of the checkpoint that it replaces is
 """
 
 from megatron_zpp.checkpoint.directory import (
+    PARTIAL,
+    REPLACEMENT,
+    aside,
     committed,
     iteration_of,
-    partial_path,
     remove_committed,
-    replacement_path,
 )
 from megatron_zpp.checkpoint.manifest import is_committed
 from megatron_zpp.storage.objects.path import ObjectPath
@@ -22,19 +23,19 @@ from megatron_zpp.storage.objects.path import ObjectPath
 def begin_save(final: ObjectPath) -> ObjectPath:
     """Return the directory to write the checkpoint to; removes leftovers of killed saves first."""
     remove_leftovers(final.parent)
-    place = replacement_path(final) if is_committed(final) else final
-    partial_path(place).write(b"")
+    place = aside(final, REPLACEMENT) if is_committed(final) else final
+    aside(place, PARTIAL).write(b"")
     place.remove_tree()  # a checkpoint that has lost its marker, as far as anything is there
     return place
 
 
 def end_save(place: ObjectPath, final: ObjectPath) -> None:
     """Make the committed checkpoint at `place` the only one of its iteration."""
-    other = replacement_path(final) if place == final else final
+    other = aside(final, REPLACEMENT) if place == final else final
     if is_committed(other):
         remove_committed(other)
     place.abort_uploads()  # which were begun twice, because the answer to the first request was lost
-    partial_path(place).unlink()
+    aside(place, PARTIAL).unlink()
 
 
 def discard_save(final: ObjectPath) -> None:
@@ -42,21 +43,21 @@ def discard_save(final: ObjectPath) -> None:
 
     Nothing is removed if the failure came after the marker was written.
     """
-    for place in (final, replacement_path(final)):
-        if partial_path(place).is_file() and not is_committed(place):
+    for place in (final, aside(final, REPLACEMENT)):
+        if aside(place, PARTIAL).is_file() and not is_committed(place):
             place.remove_tree()
 
 
 def remove_leftovers(directory: ObjectPath) -> None:
     """Remove what saves and removals that were killed have left in the directory of checkpoints."""
     for unfinished in directory.glob("iter_*.partial"):
-        place = unfinished.with_name(unfinished.name.removesuffix(".partial"))
+        place = unfinished.with_name(unfinished.name.removesuffix(PARTIAL))
         iteration = iteration_of(place)
         if iteration is None:
             continue
         there = committed(directory).get(iteration)
-        final = place.with_name(place.name.removesuffix(".replacement"))
-        other = final if place != final else replacement_path(final)
+        final = place.with_name(place.name.removesuffix(REPLACEMENT))
+        other = final if place != final else aside(final, REPLACEMENT)
         if there != place:
             if is_committed(place):  # a replacement: the kill came before the old one was removed
                 remove_committed(place)

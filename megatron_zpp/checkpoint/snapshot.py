@@ -15,7 +15,10 @@ class Snapshot:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._copies = {name: _buffer_for(tensor) for name, tensor in tensors.items()}
+        self._copies = {  # with all pages mapped, so that the first copy does not wait for page faults
+            name: torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            for name, tensor in tensors.items()
+        }
         device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
         self._stream = torch.cuda.Stream(device) if device else None
         self._on_gpu: torch.cuda.Event | None = None  # after the stream's copies
@@ -66,8 +69,3 @@ def writing_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
     """
     initializer = torch.cuda.set_device if device.type == "cuda" else lambda _: None
     return ThreadPoolExecutor(1, name, initializer=initializer, initargs=(device,))
-
-
-def _buffer_for(tensor: Tensor) -> Tensor:
-    """Memory with all pages mapped, so that the first copy does not wait for page faults."""
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -2,7 +2,8 @@
 
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -11,14 +12,21 @@ from typing import Any, Generic, TypeVar
 from megatron_zpp.checkpoint.directory import LOOKUPS, candidates, named_checkpoint, removed_too_often
 from megatron_zpp.checkpoint.file_worker import FileWorker, Stuck
 from megatron_zpp.checkpoint.manifest import is_committed
+from megatron_zpp.checkpoint.write import SaveFailed, shard_file_name
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
-from megatron_zpp.storage.checksums import DamagedFile, OnProgress
-from megatron_zpp.storage.location import Location, ObjectError, location
-from megatron_zpp.storage.regular import says_what_is_there
+from megatron_zpp.storage.checksums import Checksums, DamagedFile, OnProgress, thread_count, verify_file
+from megatron_zpp.storage.location import Location, location
+from megatron_zpp.storage.object_errors import ObjectError
+from megatron_zpp.storage.regular import open_ranges, says_what_is_there
+from megatron_zpp.storage.sidecar import check_sidecar, sidecar_path
 
 _Read = TypeVar("_Read")
+
+
+class NotReadBack(SaveFailed):
+    """The checkpoint is committed, and damaged, or a rank could not read its file: which one, and why."""
 
 
 def read_together(
@@ -41,9 +49,7 @@ def read_together(
         except Stuck:
             raise
         except (DamagedFile, OSError) as error:
-            is_damage = _is_damaged(error)
-            reason = one_line(error) if is_damage else _unreadable(error, exchange.topology.rank)
-            problem = {"reason": reason, "is_damage": is_damage}
+            problem = _problem_of(error, exchange.topology.rank)
         problem = exchange.first("problem", problem)
     if problem is None:
         return result, None
@@ -52,23 +58,18 @@ def read_together(
     return result, problem["reason"]
 
 
-def _is_damaged(error: Exception) -> bool:
-    """Return whether an error says that a checkpoint is damaged, so that an older one may take its place.
+def _problem_of(error: DamagedFile | OSError, rank: int) -> dict[str, Any]:
+    """What is said of an error, and whether it is damage, so that an older checkpoint may take its place.
 
     Storage that does not answer says nothing about a checkpoint.
     """
-    if isinstance(error, OSError):
-        return says_what_is_there(error) and not isinstance(error, ObjectError)
-    return isinstance(error, DamagedFile)
-
-
-def _unreadable(error: Exception, rank: int) -> str:
-    if isinstance(error, ObjectError):
-        return one_line(error)  # with a remedy
+    of_store = isinstance(error, ObjectError)
+    if isinstance(error, DamagedFile) or of_store or says_what_is_there(error):
+        return {"reason": one_line(error), "is_damage": not of_store}  # a store's error has a remedy
     fix = "start again once it can be read"
     if isinstance(error, PermissionError):
         fix = "let the user of the run read it"
-    return f"rank {rank} on {platform.node()}: {one_line(error)}; {fix}"
+    return {"reason": f"rank {rank} on {platform.node()}: {one_line(error)}; {fix}", "is_damage": False}
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,33 @@ def _agreed_candidates(
             found = files.run(lambda on_progress: candidates(directory, iteration, flag), exchange)
             exchange.put("candidates", [path.name for path in found])
         return [named_checkpoint(location(directory), name) for name in exchange.get("candidates")]
+
+
+def read_back(path: Location, checksums: Checksums, exchange: Exchange, files: FileWorker) -> None:
+    """Read the checkpoint `path` from the disk, on each rank the file that the rank has just written.
+
+    `checksums` are those that `write_checkpoint` returned. All ranks return, or all raise the same
+    NotReadBack, also if no rank made progress for the exchange's time-out.
+    """
+    file = path / shard_file_name(exchange.topology.rank)
+    try:
+        _, damage = read_together(
+            lambda on_progress: _verify(file, checksums, on_progress), exchange, files, "--save", path
+        )
+    except ValueError as problem:
+        raise NotReadBack(str(problem)) from None
+    if damage:
+        raise NotReadBack(damage)
+
+
+def _verify(path: Location, checksums: Checksums, on_progress: OnProgress) -> None:
+    """Raise DamagedFile, or FileNotFoundError, if the file or its sidecar is not what was written."""
+    for file in (path, sidecar_path(path)):
+        with closing(open_ranges(file)) as opened:
+            opened.forget(0, 0)  # to the end: it would be read from the page cache otherwise
+    check_sidecar(path, checksums)
+    with ThreadPoolExecutor(thread_count(), thread_name_prefix="read back") as pool:
+        verify_file(path, checksums, pool.map, on_progress)
 
 
 @contextmanager

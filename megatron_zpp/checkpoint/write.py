@@ -6,6 +6,7 @@ import platform
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import (
-    partial_path,
+    PARTIAL,
+    RETIRED,
+    aside,
     places_of,
     remove_leftovers,
-    retired_path,
     write_tracker,
 )
 from megatron_zpp.checkpoint.file_worker import FileWorker
@@ -92,27 +94,23 @@ def write_checkpoint(
     return save.directory, save.checksums  # of an object store, what is written stays where it is
 
 
+@dataclass
 class _Save:
     """One rank's part of a save; the checksums of its file, once it is written."""
 
-    def __init__(
-        self,
-        final: Location,
-        tensors: Mapping[str, Tensor],
-        exchange: Exchange,
-        files: FileWorker,
-        may_write: Callable[[], None],
-    ) -> None:
-        self._final, self._tensors, self._exchange = final, tensors, exchange
-        self._files, self._may_write = files, may_write
-        self._full = ""  # why nothing more can be written to the file system, if that is so
-        self.checksums: Checksums | None = None
-        self.directory: Location | None = None  # that all ranks write to
+    final: Location
+    tensors: Mapping[str, Tensor]
+    exchange: Exchange
+    files: FileWorker
+    may_write: Callable[[], None]
+    full: str = ""  # why nothing more can be written to the file system, if that is so
+    checksums: Checksums | None = None
+    directory: Location | None = None  # that all ranks write to
 
     def lead(self, texts: Mapping[str, bytes], version: int) -> str | None:
         """Do rank 0's part; returns why there is no new checkpoint, or None."""
-        exchange = self._exchange
-        partial, problem = self.attempt(lambda on_progress: _open(self._final, self._may_write))
+        exchange = self.exchange
+        partial, problem = self.attempt(lambda on_progress: _open(self.final, self.may_write))
         exchange.put("open", {"problem": problem, "name": None if problem else partial.name})
         if problem:
             return problem
@@ -120,13 +118,13 @@ class _Save:
         reports = exchange.gather("written")
         problem = next((report["problem"] for report in reports if report["problem"]), None)
         if full := next((report["full"] for report in reports if report["full"]), None):
-            problem = _no_space(full, partial, self._final, sum(report["size"] for report in reports))
+            problem = _no_space(full, partial, self.final, sum(report["size"] for report in reports))
         if not problem:
-            _, problem = self.attempt(lambda on_progress: self._may_write())
+            _, problem = self.attempt(lambda on_progress: self.may_write())
         if problem := exchange.abandon(problem) if problem else exchange.commit():
             return problem
         _, problem = self.attempt(
-            lambda on_progress: _commit(partial, self._final, texts, version, reports, on_progress)
+            lambda on_progress: _commit(partial, self.final, texts, version, reports, on_progress)
         )
         if not problem:
             exchange.put("outcome", None)
@@ -134,12 +132,12 @@ class _Save:
 
     def follow(self) -> str | None:
         """Do another rank's part; returns why there is no new checkpoint, or None."""
-        opened = self._exchange.get("open")
+        opened = self.exchange.get("open")
         if opened["problem"]:
             return opened["problem"]
-        places = {place.name: place for place in places_of(self._final)}
+        places = {place.name: place for place in places_of(self.final)}
         self._write_and_report(places[opened["name"]])
-        return self._exchange.get("outcome")
+        return self.exchange.get("outcome")
 
     def attempt(self, action: Callable[[OnProgress], Any]) -> tuple[Any, str | None]:
         """What an action returns, and why it failed, in one line; one is None.
@@ -147,29 +145,29 @@ class _Save:
         Catches OSError and ValueError.
         """
         try:
-            return self._files.run(action, self._exchange), None
+            return self.files.run(action, self.exchange), None
         except (OSError, ValueError) as error:
-            return None, f"rank {self._exchange.topology.rank} on {platform.node()}: {one_line(error)}"
+            return None, f"rank {self.exchange.topology.rank} on {platform.node()}: {one_line(error)}"
 
     def _write_and_report(self, partial: Location) -> None:
         """Write this rank's file and report the result to rank 0."""
-        path = partial / shard_file_name(self._exchange.topology.rank)
+        path = partial / shard_file_name(self.exchange.topology.rank)
         self.directory = partial
         digest, problem = self.attempt(lambda on_progress: self._write(path, on_progress))
-        size = sum(tensor.nbytes for tensor in self._tensors.values())
-        report = {"problem": problem, "size": size, "full": self._full}
-        self._exchange.contribute("written", report | {"digest": None if problem else digest.to_json()})
+        size = sum(tensor.nbytes for tensor in self.tensors.values())
+        report = {"problem": problem, "size": size, "full": self.full}
+        self.exchange.contribute("written", report | {"digest": None if problem else digest.to_json()})
 
     def _write(self, path: Location, on_progress: OnProgress) -> SidecarDigest:
         """Write file and sidecar, and make them durable."""
         try:
-            self.checksums = write_shard_file(path, self._tensors, on_progress)
+            self.checksums = write_shard_file(path, self.tensors, on_progress)
             digest = write_sidecar(path, self.checksums)
         except OSError as error:
             if error.strerror is None:
                 raise
             if error.errno in _FULL:
-                self._full = error.strerror
+                self.full = error.strerror
             raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
         on_progress()
         return digest
@@ -202,7 +200,7 @@ def _open(final: Location, may_write: Callable[[], None]) -> Location:
 
         return begin_save(final)
     remove_leftovers(final.parent)
-    partial = partial_path(final)
+    partial = aside(final, PARTIAL)
     partial.mkdir(parents=True)
     return partial
 
@@ -215,7 +213,7 @@ def _remove(final: Location, may_write: Callable[[], None]) -> None:
 
         discard_save(final)
     else:
-        shutil.rmtree(partial_path(final), ignore_errors=True)
+        shutil.rmtree(aside(final, PARTIAL), ignore_errors=True)
 
 
 def _commit(
@@ -244,7 +242,7 @@ def _commit(
     write_manifest(partial, files, version)
     on_progress()  # raises if the save was abandoned, before a directory gets its name
     if isinstance(partial, Path) and isinstance(final, Path):
-        commit_directory(partial, final, retired_path(final))
+        commit_directory(partial, final, aside(final, RETIRED))
     elif not isinstance(partial, Path) and not isinstance(final, Path):
         from megatron_zpp.checkpoint.object_saves import end_save
 

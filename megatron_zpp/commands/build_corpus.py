@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_zpp.config.command_line import command_options, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, option
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
-from megatron_zpp.data.corpus.problems import Report
+from megatron_zpp.data.corpus.json_lines import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.python_source import read_source, source_files, standard_library
 from megatron_zpp.data.corpus.texts import Texts, find_texts, read_documents

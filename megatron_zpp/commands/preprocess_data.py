@@ -13,8 +13,8 @@ from megatron_zpp.config.values.text import plain_suffix
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.corpus.encode import Encoder
 from megatron_zpp.data.corpus.inputs import TEXT, find_files
+from megatron_zpp.data.corpus.json_lines import Report
 from megatron_zpp.data.corpus.parallel_encode import encode_files
-from megatron_zpp.data.corpus.problems import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.indexed import index_path, token_dtype, tokens_path
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter

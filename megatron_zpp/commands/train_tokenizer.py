@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_zpp.config.command_line import command_options, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, count, option
-from megatron_zpp.data.corpus.problems import Report
+from megatron_zpp.data.corpus.json_lines import Report
 from megatron_zpp.data.corpus.progress import Progress
 from megatron_zpp.data.corpus.sample import sample_text
 from megatron_zpp.data.corpus.texts import find_texts, read_documents

@@ -65,17 +65,12 @@ class Blend(BlendOrder):
         return which, numbers.astype(np.int64) + self._before[which]
 
     def counts(self, samples: int) -> np.ndarray:
-        counts = self._before.copy()
-        pending = [(0, len(self.weights), np.array([samples - self.since], np.uint64))]
-        while pending:
-            first, last, arrived = pending.pop()
-            if last - first == 1:
-                counts[first] += int(arrived[0])
-                continue
-            middle = (first + last) // 2
-            left = _rounded_product(arrived, self._left_parts[first, last])
-            pending += [(first, middle, left), (middle, last, arrived - left)]
-        return counts
+        arrived = {(0, len(self.weights)): np.array([samples - self.since], np.uint64)}  # at each node
+        for (first, last), part in self._left_parts.items():
+            middle, here = (first + last) // 2, arrived.pop((first, last))
+            arrived[first, middle] = left = _rounded_product(here, part)
+            arrived[middle, last] = here - left
+        return self._before + np.concatenate([arrived[leaf] for leaf in sorted(arrived)]).astype(np.int64)
 
     @cached_property
     def _before(self) -> np.ndarray:
@@ -83,7 +78,10 @@ class Blend(BlendOrder):
 
     @cached_property
     def _left_parts(self) -> dict[tuple[int, int], int]:
-        """p of each inner node [first, last) in units of 2^-64; never 0 or 1, however small a weight is."""
+        """p of each inner node [first, last) in units of 2^-64; never 0 or 1, however small a weight is.
+
+        A node comes before those below it.
+        """
         running = [Fraction(0), *accumulate(map(Fraction, self.weights))]
         parts, pending = {}, [(0, len(self.weights))]
         while pending:

@@ -16,7 +16,9 @@ Both files are little-endian. PREFIX.bin holds the concatenated tokens. PREFIX.i
 import hashlib
 import os
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,8 +26,15 @@ import numpy as np
 
 from megatron_zpp.data.checksums import changed_since_written, read_checksums
 from megatron_zpp.data.file_array import AnyFile, FileArray, OpenFile
-from megatron_zpp.data.samples import KnownSamples
-from megatron_zpp.storage.checksums import DamagedFile, verify_file
+from megatron_zpp.data.samples import Source
+from megatron_zpp.storage.checksums import (
+    DamagedFile,
+    OnProgress,
+    VerifiedFile,
+    no_report,
+    thread_count,
+    verify_file,
+)
 from megatron_zpp.storage.location import location
 from megatron_zpp.storage.regular import UnfitFile
 
@@ -59,7 +68,7 @@ class NoDataset(ValueError):
     """Neither file of a data set exists."""
 
 
-class IndexedDataset:
+class IndexedDataset(Source):
     """A data set on disk, whose files stay open and are read when an array is indexed (file_array.py).
 
     The constructor checks that the index is consistent with itself, with the size of PREFIX.bin and with
@@ -84,7 +93,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | Path, cache: str | None = None) -> None:
-        self.prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
+        self.name = self.prefix = str(prefix).removesuffix(".idx").removesuffix(".bin")
         self.local, self._cache = self.prefix, cache
         if not isinstance(stored := location(self.prefix), Path):
             assert cache is not None, "DataConfig.check requires a directory for data in an object store"
@@ -134,7 +143,7 @@ class IndexedDataset:
         return both[:, 0], ends
 
     def fingerprint(self) -> str:
-        """An identifier of the contents: SHA-256 of dtype, both counts, and lengths and tokens at both ends.
+        """SHA-256 of dtype, both counts, and lengths and tokens at both ends.
 
         It is the same with and without PREFIX.checksums.json, which may be added or lost between two runs.
         """
@@ -285,18 +294,24 @@ def check_document_indices(path: str, indices: Rows, sequences: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class IndexedSamples(KnownSamples):
-    """Samples of an indexed data set, which is recognised by all of its contents."""
+def verify_tokens(
+    datasets: Sequence[IndexedDataset], part: int, parts: int, on_progress: OnProgress = no_report
+) -> None:
+    """Read and check one of `parts` equal parts of all .bin files together; every data set has checksums.
 
-    source: IndexedDataset
-
-    @property
-    def name(self) -> str:
-        return self.source.prefix
-
-    def fingerprint(self) -> str:
-        return self.source.fingerprint()
-
-    def older_fingerprints(self) -> tuple[str, ...]:
-        return self.source.older_fingerprints()
+    Raises DamagedFile with the file, the offset and a remedy; OSError from the file system.
+    """
+    written = [data.checksums.tokens for data in datasets if data.checksums]
+    chunks = [len(checksums.digests) for checksums in written]
+    begin, end = (sum(chunks) * edge // parts for edge in (part, part + 1))
+    first = 0  # index of this file's first chunk among the chunks of all files
+    with ThreadPoolExecutor(thread_count(), thread_name_prefix="verify") as pool:
+        for data, checksums, count in zip(datasets, written, chunks, strict=True):
+            mine = range(max(begin - first, 0), min(end - first, count))
+            first += count
+            try:
+                path = location(tokens_path(data.prefix))
+                with closing(VerifiedFile(path, checksums, on_progress)) as file:
+                    file.check(mine, pool.map)
+            except DamagedFile as damage:
+                raise changed_since_written(data.prefix, damage) from None

@@ -122,6 +122,7 @@ class _Loader(DataLoader):
         """Omit the warning on ranks with one core: workers mostly wait for files and for the rank."""
 
 
+@dataclass(frozen=True)
 class _Ranges(Dataset):
     """Ranges of samples.
 
@@ -130,13 +131,12 @@ class _Ranges(Dataset):
     its text, because torch would wrap the exception in the worker's traceback.
     """
 
-    def __init__(self, samples: BatchSource) -> None:
-        self._samples = samples
+    samples: BatchSource
 
     def __getitem__(self, read: tuple[int, int]) -> np.ndarray | ModelInputs | str:
         first, count = read
         try:
-            return self._samples.batch(np.arange(first, first + count))
+            return self.samples.batch(np.arange(first, first + count))
         except ValueError as error:
             return str(error)
         except OSError as error:

@@ -26,7 +26,7 @@ from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split
 from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.windows import WindowDataset, order_seed
 from megatron_zpp.storage.checksums import DamagedFile
-from megatron_zpp.storage.location import ObjectError
+from megatron_zpp.storage.object_errors import ObjectError
 
 if TYPE_CHECKING:
     from megatron_zpp.data.text.cache import TokenCache
@@ -136,18 +136,12 @@ class SplitOpener:
         return WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed=seed)
 
     def _packed(self, split: str, part: DatasetSlice, seed: int) -> KnownSamples:
+        from megatron_zpp.data.order_cache import OrderCache
         from megatron_zpp.data.packing import pack
 
-        return pack(
-            part,
-            self.config,
-            self.say,
-            split=split,
-            seq_length=self.seq_length,
-            vocab_size=self.vocab_size,
-            seed=seed,
-            filler=self.eod,
-        )
+        part.check_tokens(split, self.seq_length, 2, self.config)
+        cache = OrderCache(self.config, part.source.local, self.say)
+        return pack(part, cache, split, self.seq_length, self.vocab_size, seed=seed, filler=self.eod)
 
     def _text_samples(
         self, split: str, flag: str, path: str, seed: int, weight: float, weights: Sequence[float]
@@ -157,7 +151,7 @@ class SplitOpener:
             mask = "--" + self.config.masks[0].replace("_", "-")
             fix = f"the documents of the text {path} have no end of document; add --append-eod"
             raise option_error(mask, "(given)", fix)
-        from megatron_zpp.data.text.samples import text_samples
+        from megatron_zpp.data.text.samples import TextDataset
 
         cache = self._text(flag, path)
         text = cache.source
@@ -172,7 +166,7 @@ class SplitOpener:
         if prepared is not None:
             # A blend deviates from the shares by up to half a sample per level of its tree.
             prepared = math.ceil(prepared * weight / sum(weights)) + len(weights)
-        return text_samples(split, cache, blocks, self.seq_length, seed, prepared)
+        return TextDataset(split, cache, blocks, self.seq_length, seed, prepared)
 
     def _megatron(self, split: str, flag: str, parts: list[DatasetSlice]) -> Samples:
         from megatron_zpp.data.megatron.dataset import MegatronOrders

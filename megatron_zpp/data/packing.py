@@ -9,12 +9,11 @@ order, which is a closed form of (seed, e), as that of windows.
 """
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.words import counted
 from megatron_zpp.data.documents import NOT_COUNTED
@@ -52,8 +51,8 @@ class PackedDataset(RandomOrder):
         documents, cut, predictions = self.indexes["counts"][:].tolist()
         padding = 1 - predictions / (self.windows_per_epoch * self.seq_length)
         return (
-            f"{self.name}: {predictions:,} predictions of {counted(documents, 'document')}, {cut:,} of them "
-            f"cut, packed into {self.windows_per_epoch:,} samples of {self.seq_length} with "
+            f"{self.source.name}: {predictions:,} predictions of {counted(documents, 'document')}, {cut:,} "
+            f"of them cut, packed into {self.windows_per_epoch:,} samples of {self.seq_length} with "
             f"{padding:.2%} padding"
         )
 
@@ -92,20 +91,18 @@ class PackedDataset(RandomOrder):
 
 def pack(
     part: DatasetSlice,
-    config: DataConfig,
-    say: Callable[[str], None],
-    *,
+    cache: OrderCache,
     split: str,
     seq_length: int,
     vocab_size: int,
+    *,
     seed: int,
     filler: int,
 ) -> PackedDataset:
-    """Return the samples of `part`. Its index is cached; `say` gets a line when it is built.
+    """Return the samples of `part`, whose index is in `cache`.
 
     Raises ValueError if no document has two tokens.
     """
-    part.check_tokens(split, seq_length, 2, config)
     source = part.source
     made_of = {
         "version": _VERSION,
@@ -114,8 +111,6 @@ def pack(
         "sequences": [part.first, part.last],
         "seq_length": seq_length,
     }
-
-    cache = OrderCache(config, source.local, say)
     what = f"the {split} packing of {source.prefix}"
     indexes = cache.get(made_of, lambda: _built_indexes(part, seq_length), what)
     packed = PackedDataset(source, indexes, seq_length, vocab_size, filler, seed=seed)
@@ -148,7 +143,7 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
     descending = np.argsort((size - lengths).astype(np.uint16 if size < 1 << 16 else np.int64), kind="stable")
     each, firsts = np.unique(size - lengths[descending], return_index=True)
     found = np.empty(len(lengths), np.int64)
-    room = _Room()
+    room = _Room(size)
     for length, first, last in zip((size - each).tolist(), firsts, [*firsts[1:], len(lengths)], strict=False):
         items, placed = descending[first:last], 0
         for left, bins in room.taken(length, len(items)):
@@ -159,21 +154,14 @@ def best_fit(lengths: np.ndarray, size: int) -> np.ndarray:
             room.give(left - fit * length, bins[: len(used) // fit])
             if partly := len(used) % fit:
                 room.give(left - partly * length, bins[-1:])
-        fit, more = size // length, len(items) - placed
-        opened = room.opened + np.arange(-(-more // fit))
-        found[items[placed:]] = np.repeat(opened, fit)[:more]
-        room.opened += len(opened)
-        room.give(size - fit * length, opened[: more // fit])
-        if partly := more % fit:
-            room.give(size - partly * length, opened[-1:])
     return found
 
 
 class _Room:
-    """Open bins by the room that they have left."""
+    """Bins of one size by the room that they have left."""
 
-    def __init__(self) -> None:
-        self.opened = 0
+    def __init__(self, size: int) -> None:
+        self._size, self._opened = size, 0
         self._sizes: list[int] = []  # ascending
         self._bins: dict[int, list[np.ndarray]] = {}
 
@@ -187,13 +175,17 @@ class _Room:
         self._bins[left].append(bins)
 
     def taken(self, length: int, items: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (room, bins) for `items` items of a length, the fullest first; what is yielded is removed.
+        """Yield (room, bins) for `items` items of a length, the fullest first, and at last new ones.
 
-        Bins that are given back meanwhile must have less room than `length`, except after the last yield.
+        What is yielded is removed. Bins that are given back meanwhile must have less room than `length`, but
+        for those after the last yield.
         """
         while items > 0:
             at = bisect.bisect_left(self._sizes, length)
             if at == len(self._sizes):
+                opened = self._opened + np.arange(-(-items // (self._size // length)))
+                self._opened += len(opened)
+                yield self._size, opened
                 return
             left = self._sizes[at]
             bins = self._bins[left].pop()

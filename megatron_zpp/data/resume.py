@@ -58,7 +58,7 @@ def resume_data(
         return ResumedData(samples, beginning, [])
     flag = "--data-path" if data.data_path else "--train-data-path"
     _check_shards(flag, saved, beginning)
-    partners = _partners(saved.sets, beginning.sets, [source.older_fingerprints() for source in sources])
+    partners = _partners(saved.sets, beginning.sets, [each.source.older_fingerprints() for each in sources])
     if _same_shares(saved, partners, weights):
         dataset_progress = _renamed(saved, beginning)
         return ResumedData(_arranged(samples, dataset_progress, train_seed), dataset_progress, [])
@@ -86,9 +86,9 @@ def _parts(samples: Samples) -> tuple[Sequence[KnownSamples], tuple[float, ...]]
     return (samples,), (1.0,)
 
 
-def _beginning(order: str, sources: Sequence[KnownSamples], weights: Sequence[float]) -> DatasetProgress:
+def _beginning(order: str, samples: Sequence[KnownSamples], weights: Sequence[float]) -> DatasetProgress:
     """Return the progress of a run that has read nothing."""
-    pairs = zip(sources, weights, strict=True)
+    pairs = zip([each.source for each in samples], weights, strict=True)
     sets = (
         SourceProgress(source.name, source.fingerprint(), number, float(weight), 0, source.shards())
         for number, (source, weight) in enumerate(pairs)

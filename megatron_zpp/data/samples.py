@@ -1,6 +1,6 @@
 """Interfaces of sources of samples."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -57,13 +57,10 @@ class Samples(BatchSource):
         """One line for the head of the log."""
 
 
-class KnownSamples(Samples):
-    """Samples of one data set, which a resumed run recognises."""
+class Source(ABC):
+    """A data set, which a resumed run recognises."""
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The data set, as given on the command line."""
+    name: str  # as given on the command line
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -77,6 +74,12 @@ class KnownSamples(Samples):
         """The files, in their order; none if the data set is not sharded."""
         return ()
 
+
+class KnownSamples(Samples):
+    """Samples of one data set."""
+
+    source: Source
+
     def with_seed(self, seed: int) -> "KnownSamples":
         """The same data set in the order of another seed; any sample is found as fast as the first."""
-        raise AssertionError(f"{self.name} has one order only")
+        raise AssertionError(f"{self.source.name} has one order only")

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron_zpp.data.indexed import IndexedSamples
-from megatron_zpp.data.samples import Epochs
+from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.samples import Epochs, KnownSamples
 from megatron_zpp.data.stateless_random import permute, random_bits
 
 _OFFSET, _PERMUTATION = 0, 1  # uses of an epoch's random bits
@@ -47,9 +47,10 @@ def order_seed(split_seed: int, stream: int) -> int:
 
 
 @dataclass(frozen=True)
-class RandomOrder(IndexedSamples):
+class RandomOrder(KnownSamples):
     """Samples of an indexed data set in a random order, another one in each epoch."""
 
+    source: IndexedDataset
     seed: int = field(kw_only=True)
 
     def with_seed(self: _Order, seed: int) -> _Order:
@@ -60,7 +61,7 @@ class RandomOrder(IndexedSamples):
     def windows_per_epoch(self) -> int: ...
 
     def epochs(self, samples: int) -> list[Epochs]:
-        return [Epochs(self.name, samples / self.windows_per_epoch)]
+        return [Epochs(self.source.name, samples / self.windows_per_epoch)]
 
 
 @dataclass(frozen=True)

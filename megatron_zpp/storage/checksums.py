@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.storage.location import Location, ObjectError
+from megatron_zpp.storage.location import Location
+from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.storage.regular import (
     Ranges,
     open_ranges,

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_zpp.storage.location import Location, ObjectError, is_object, location
+from megatron_zpp.storage.location import Location, is_object, location
+from megatron_zpp.storage.object_errors import ObjectError
 
 _MOST_LINKS = 40  # the kernel's limit
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -190,19 +191,12 @@ def check_writable(flag: str, directory: str) -> None:
     If the directory does not exist, its closest ancestor is tested. Leaves no file behind.
     """
     name = f".write-probe-{platform.node()}-{os.getpid()}"
-    if is_object(directory):
-        try:
-            probed = location(directory)
-            assert not isinstance(probed, Path)
-            (probed / name).write(b"")
-            (probed / name).unlink()
-        except ObjectError as error:
-            raise ValueError(f"{flag} {directory}: {error.strerror}") from None
-        return
     try:
-        probe = _nearest(Path(directory)) / name
-        os.close(open_new(probe))
+        probe = (location(directory) if is_object(directory) else _nearest(Path(directory))) / name
+        write_durably(probe, b"")
         probe.unlink()
+    except ObjectError as error:
+        raise ValueError(f"{flag} {directory}: {error.strerror}") from None
     except OSError as error:
         raise ValueError(f"{flag} {directory}: {error.strerror}; name a writable directory") from None
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.storage.lease_record import record_of
-from megatron_zpp.storage.location import Conflict, Location
+from megatron_zpp.storage.location import Location
+from megatron_zpp.storage.object_errors import Conflict
 
 LEASE = "RUNNING.json"
 SECONDS = 30.0  # without a renewal, after which a holder on another host counts as dead

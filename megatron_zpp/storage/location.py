@@ -7,27 +7,13 @@ nothing of storage/objects/, so that what differs there is behind `isinstance(lo
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, Union
 
+from megatron_zpp.storage.object_errors import S3
+
 if TYPE_CHECKING:
     from megatron_zpp.storage.objects.path import ObjectPath
 
-S3 = "s3://"
 Location: TypeAlias = Union[Path, "ObjectPath"]
 AnyLocation = TypeVar("AnyLocation", Path, "ObjectPath")
-
-
-class ObjectError(OSError):
-    """A request to an object store failed. `strerror` says why and what to do, `filename` is the URL."""
-
-    def __str__(self) -> str:
-        return f"{self.filename}: {self.strerror}"
-
-
-class NoObject(ObjectError, FileNotFoundError):
-    """There is no such object."""
-
-
-class Conflict(ObjectError):
-    """The object is not the one that a conditional request was for."""
 
 
 def is_object(text: str) -> bool:

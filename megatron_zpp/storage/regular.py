@@ -11,9 +11,10 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeAlias, TypeVar, Union
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar, Union
 
-from megatron_zpp.storage.location import Location, ObjectError
+from megatron_zpp.storage.location import Location
+from megatron_zpp.storage.object_errors import ObjectError
 
 if TYPE_CHECKING:
     from megatron_zpp.storage.objects.path import ObjectRanges
@@ -57,6 +58,13 @@ def read_again_after_error(path: object, read: Callable[[], _Result]) -> _Result
             if last:
                 raise OSError(error.errno, error.strerror or str(error), str(path)) from None
     raise AssertionError("the last attempt returns or raises")
+
+
+def is_name(value: Any) -> bool:
+    """Whether a value in a file can only be the name of a file beside it."""
+    return (
+        type(value) is str and value.isprintable() and value not in ("", "..") and Path(value).name == value
+    )
 
 
 def open_regular(path: str | Path) -> int:

@@ -58,14 +58,14 @@ def sidecar_path(path: Location) -> Location:
 
 def write_sidecar(path: Location, checksums: Checksums) -> SidecarDigest:
     """Write the sidecar of the file `path`, make it durable, and return what a reader must know."""
-    content = _content(checksums)
+    content, digest = _sidecar_of(checksums)
     write_durably(sidecar_path(path), content)
-    return _digest_of(checksums, content)
+    return digest
 
 
 def check_sidecar(path: Location, checksums: Checksums) -> None:
     """Read the sidecar of the file `path`. Raises DamagedFile unless it has these checksums."""
-    read_sidecar(path, _digest_of(checksums, _content(checksums)))
+    read_sidecar(path, _sidecar_of(checksums)[1])
 
 
 def read_sidecar(path: Location, digest: SidecarDigest) -> Checksums:
@@ -86,9 +86,7 @@ def read_sidecar(path: Location, digest: SidecarDigest) -> Checksums:
     return Checksums(digest.size, digest.chunk_bytes, tuple(content.decode().split()))
 
 
-def _content(checksums: Checksums) -> bytes:
-    return "".join(f"{digest}\n" for digest in checksums.digests).encode()
-
-
-def _digest_of(checksums: Checksums, content: bytes) -> SidecarDigest:
-    return SidecarDigest(checksums.size, checksums.chunk_bytes, hashlib.sha256(content).hexdigest())
+def _sidecar_of(checksums: Checksums) -> tuple[bytes, SidecarDigest]:
+    content = "".join(f"{digest}\n" for digest in checksums.digests).encode()
+    sha256 = hashlib.sha256(content).hexdigest()
+    return content, SidecarDigest(checksums.size, checksums.chunk_bytes, sha256)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron_zpp.checkpoint import read_back as module
+from megatron_zpp.checkpoint import together as module
 from megatron_zpp.checkpoint.directory import candidates
-from megatron_zpp.checkpoint.read_back import NotReadBack
+from megatron_zpp.checkpoint.together import NotReadBack
 from megatron_zpp.checkpoint.write import SaveFailed
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.saving.saver import Saver

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_zpp.checkpoint import manifest
 from megatron_zpp.checkpoint.load import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from megatron_zpp.checkpoint.progress import Progress
@@ -31,7 +30,7 @@ from tests.zero.engines import all_states, engine_of, same_bits, weights_of
 from tests.zero.ranks import on_ranks
 
 
-def test_dataset_progress_of_version_2_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_progress_of_version_2_is_read(tmp_path: Path) -> None:
     sources = SourceProgress("a", "", 0, 1.0, 7), SourceProgress("b", "", 1, 3.0, 0)
     progress = Progress(5, 50, dataset_progress=DatasetProgress("windows", 20, sources))
     path = save(tmp_path, small(), progress)
@@ -40,12 +39,12 @@ def test_dataset_progress_of_version_2_is_read(tmp_path: Path, monkeypatch: pyte
     for entry in data["sets"]:
         entry["given"] = entry.pop("consumed_before")
     state["progress"]["standing"] = data
-    rewrite(path, state, 2, monkeypatch)
+    rewrite(path, state, 2)
     found = load_checkpoint(path, small(seed=9), TOKENIZER, with_optimizer=True)
     assert found == progress
 
 
-def test_choices_of_retired_flags_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_of_retired_flags_are_read(tmp_path: Path) -> None:
     """Algorithms of matmuls in the progress, and both flags in the settings."""
     config = parse_args([*MINIMAL, "--bf16", "--fp8"])
     path = save(tmp_path, small(), config=config.to_json())
@@ -54,7 +53,7 @@ def test_choices_of_retired_flags_are_read(tmp_path: Path, monkeypatch: pytest.M
     state["progress"]["products"] = products | {"chosen": {"bfloat16_64x96x32_nt_bias": "0" * 144}}
     state["config"]["compilation"]["gemm_algorithms"] = "measured"
     state["config"]["precision"]["fp8_products"] = "measured"
-    rewrite(path, state, 5, monkeypatch)
+    rewrite(path, state, 5)
     assert load_checkpoint(path, small(seed=9), TOKENIZER, with_optimizer=True) == FIRST
     with CheckpointReader(path) as reader:
         assert reader.config() == config
@@ -196,12 +195,10 @@ def test_a_run_resumes_from_tables_that_were_saved_in_blocks(blocks: Path, tmp_p
     assert not any("rows" in entry for unit in state["units"] for entry in unit["parameters"].values())
 
 
-def rewrite(path: Path, state: dict[str, Any], version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def rewrite(path: Path, state: dict[str, Any], version: int) -> None:
     """Write another state.json and the manifest of a version, which has all digests."""
     (path / STATE).write_text(json.dumps(state))
     files = {name: checksums_of(path / name) for name in read_manifest(path)}
     for sidecar in path.glob("*.sha256"):
         sidecar.unlink()
-    monkeypatch.setattr(manifest, "FORMAT_VERSION", version)
-    write_manifest(path, files)
-    assert f'"format_version": {version}' in (path / "manifest.json").read_text()
+    write_manifest(path, files, version)

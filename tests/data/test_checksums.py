@@ -9,9 +9,8 @@ import pytest
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.checksums import checksums_path
-from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed import IndexedDataset, verify_tokens
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
-from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.storage import checksums
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import DamagedFile

@@ -7,10 +7,9 @@ import pytest
 
 from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.batches import BatchSchedule
-from megatron_zpp.data.indexed import IndexedDataset
+from megatron_zpp.data.indexed import IndexedDataset, verify_tokens
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.storage.checksums import DamagedFile
 from tests.data.conftest import open_data
 from tests.object_server import BUCKET, ObjectServer

@@ -15,7 +15,7 @@ from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.data.open import seed_of
 from megatron_zpp.data.resume import resume_data
-from megatron_zpp.data.text.samples import text_samples
+from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.windows import order_seed
 from megatron_zpp.tokenizer import build_tokenizer, describe
 from tests.data.conftest import open_data
@@ -92,7 +92,7 @@ def order_of(folder, name, stream, count):
     seed = order_seed(seed_of("train", SEED), stream)
     if name in TEXTS:
         text = text_of(path_of(folder, name))
-        alone = text_samples("train", text, (0, text.source.blocks), SEQ_LENGTH, seed, 1)
+        alone = TextDataset("train", text, (0, text.source.blocks), SEQ_LENGTH, seed, 1)
     else:
         alone = replace(opened(folder, [(1.0, name)])[0], seed=seed)
     return alone.batch(np.arange(count)).tolist()

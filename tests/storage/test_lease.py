@@ -20,7 +20,8 @@ import pytest
 from megatron_zpp.storage import lease as module
 from megatron_zpp.storage.files import write_whole
 from megatron_zpp.storage.lease import LEASE, Held, Holder, Lease, LeaseLost
-from megatron_zpp.storage.location import Location, ObjectError, location
+from megatron_zpp.storage.location import Location, location
+from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.storage.objects import path as object_path
 from tests.object_server import BUCKET, ObjectServer
 from tests.support import ROOT, ended, environment, flipped, nightly, wait_until

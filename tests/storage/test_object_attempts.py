@@ -6,7 +6,7 @@ import pytest
 from botocore.client import BaseClient
 from botocore.exceptions import ClientError, EndpointConnectionError
 
-from megatron_zpp.storage.location import ObjectError
+from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.storage.objects import requests as object_store
 from megatron_zpp.storage.objects.path import ObjectPath
 from megatron_zpp.storage.objects.requests import NoUpload

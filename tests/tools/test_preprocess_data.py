@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from megatron_zpp.data.indexed import IndexedDataset
-from megatron_zpp.data.verify import verify_tokens
+from megatron_zpp.data.indexed import IndexedDataset, verify_tokens
 from tests.support import ended, wait_until
 from tests.tools.run import command, fail, succeed
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.storage.location import ObjectError
+from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.storage.objects import path as object_path
 from megatron_zpp.train.inputs import check_inputs
 from tests.object_server import BUCKET, ObjectServer
@@ -66,18 +66,18 @@ def test_a_run_on_objects_has_the_bits_of_a_run_on_files(
 def test_a_server_that_is_gone_during_a_load_is_not_taken_for_damage(
     server: ObjectServer, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    url, whole = f"s3://{BUCKET}/loaded", object_path.get
+    url, whole = f"s3://{BUCKET}/loaded", object_path.request
     flags = ["--data-path", corpus, "--split", "100,0,0", *BYTES, *TINY, *SMALLEST]
     flags += ["--save", url, "--load", url, "--save-interval", "2", "--train-iters"]
     train_here([*flags, "4"])
 
-    def gone(url: str, **arguments: Any) -> tuple[bytes, dict[str, Any]]:
-        if url.endswith("iter_0000004/rank_00000.safetensors"):
+    def gone(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
+        if operation == "get_object" and url.endswith("iter_0000004/rank_00000.safetensors"):
             raise ObjectError(errno.EIO, "the server does not answer", url)
-        return whole(url, **arguments)
+        return whole(url, operation, **arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(object_path, "get", gone)
+        patch.setattr(object_path, "request", gone)
         with pytest.raises(ValueError, match=f"^--load {url}: {url}/iter_0000004/.*: the server does not"):
             train_here([*flags, "6"])
     content = server.get("loaded/iter_0000004/rank_00000.safetensors")

@@ -11,23 +11,18 @@ fp32 weights are preferred to the module's, which are rounded to the format of t
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, stored
+from megatron_zpp.checkpoint.foreign.model import AnyTensor, ForeignModel, ForeignTensor, flatten
 from megatron_zpp.checkpoint.foreign.pickled import NotData
 from megatron_zpp.checkpoint.foreign.rank_files import foreign_model, read_state
-from megatron_zpp.checkpoint.foreign.torch_file import (
-    StoredTensor,
-    read_torch_file,
-    sizes_of,
-)
+from megatron_zpp.checkpoint.foreign.torch_file import StoredTensor, read_torch_file, sizes_of
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
@@ -45,8 +40,8 @@ def read_zero(path: Path) -> ForeignModel:
         raise ValueError(
             f"{path}: has frozen parameters, which this program does not train; merge them first"
         )
-    pipelined = _ranks_of_layers(path)
-    ranks: list[Mapping[str, ForeignTensor]] = []
+    pipelined = len({match[2] for match, _ in _named(path, _LAYER)})  # tensor ranks that have layer files
+    ranks: list[Mapping[str, AnyTensor]] = []
     left_out = [_MOMENTS]
     if pipelined and pipelined != len(states):  # tensor ranks are not model-parallel ranks
         ranks = [_layers(path, rank) for rank in range(pipelined)]
@@ -56,7 +51,9 @@ def read_zero(path: Path) -> ForeignModel:
             shares = [_optimizer(file) for file in _optimizer_files(path, rank)]
             ranks.append(_from_shares(path, state, shares))
     else:
-        ranks = [_module(path, rank, state) for rank, state in states.items()]
+        for rank, state in states.items():  # the weights of the module itself, in the format of the run
+            module = state.get("module")
+            ranks.append(flatten(path, module) if isinstance(module, dict) else _layers(path, rank))
         left_out = ["fp32 weights: there are no optim_states files, so weights are those of the module"]
     return foreign_model("DeepSpeed (ZeRO files)", path, states[0], ranks, left_out)
 
@@ -67,57 +64,43 @@ def read_universal(path: Path) -> ForeignModel:
     if 0 not in files:
         raise ValueError(f"{path}: has no mp_rank_00_model_states.pt, which describes the model")
     state = read_state(files[0])
-    found: dict[str, ForeignTensor] = {}
+    found: dict[str, AnyTensor] = {}
     for file in sorted((path / "zero").glob("*/fp32.pt")):
         value = read_torch_file(file)
         if isinstance(value, dict):
             value = value.get("param")
         if not isinstance(value, StoredTensor):
             raise ValueError(f"{file}: holds no tensor named param; convert the checkpoint again")
-        found[file.parent.name] = stored(value)
+        found[file.parent.name] = value
     return foreign_model("DeepSpeed (Universal)", path, state, [found], [_MOMENTS])
 
 
+def _named(path: Path, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:
+    """Return the files of a directory whose names match, in the order of names."""
+    return [(match, file) for file in sorted(path.iterdir()) if (match := pattern.fullmatch(file.name))]
+
+
 def _first_files(path: Path) -> dict[int, Path]:
-    """Return a file of each model-parallel rank; at stage 3 that of its data rank 0."""
-    found: dict[int, Path] = {}
-    for file in sorted(path.iterdir()):
-        if (match := _MODEL.fullmatch(file.name)) and not int(match[1] or 0):
-            found.setdefault(int(match[2]), file)
-    return found
+    """Return the first file of each model-parallel rank; at stage 3 that of its data rank 0."""
+    found = [(int(match[2]), file) for match, file in _named(path, _MODEL) if not int(match[1] or 0)]
+    return dict(reversed(found))
 
 
 def _optimizer_files(path: Path, rank: int) -> list[Path]:
     """Return the files of a model-parallel rank's data ranks, in their order. Raises ValueError for a gap."""
-    found = {
-        int(match[1]): file
-        for file in path.iterdir()
-        if (match := _OPTIMIZER.fullmatch(file.name)) and int(match[2]) == rank
-    }
+    found = {int(match[1]): file for match, file in _named(path, _OPTIMIZER) if int(match[2]) == rank}
     if sorted(found) != list(range(len(found))):
         raise ValueError(f"{path}: has optim_states of data ranks {sorted(found)}; copy all of them")
     return [found[number] for number in range(len(found))]
 
 
-def _module(path: Path, rank: int, state: Mapping[str, Any]) -> dict[str, ForeignTensor]:
-    """Return the weights of the module itself, in the format of the run."""
-    if isinstance(state.get("module"), dict):
-        return {name: stored(tensor) for name, tensor in flatten(path, state["module"]).items()}
-    return _layers(path, rank)
-
-
-def _ranks_of_layers(path: Path) -> int:
-    """Return the number of tensor ranks that have layer files."""
-    return len({match[2] for file in path.iterdir() if (match := _LAYER.fullmatch(file.name))})
-
-
-def _layers(path: Path, rank: int) -> dict[str, ForeignTensor]:
+def _layers(path: Path, rank: int) -> dict[str, StoredTensor]:
     """Return the weights in a tensor rank's layer files."""
-    found: dict[str, ForeignTensor] = {}
-    for file in sorted(path.iterdir()):
-        if (match := _LAYER.fullmatch(file.name)) and int(match[2]) == rank:
+    found: dict[str, StoredTensor] = {}
+    for match, file in _named(path, _LAYER):
+        if int(match[2]) == rank:
             layer = flatten(file, read_state(file))
-            found |= {f"{int(match[1])}.{name}": stored(tensor) for name, tensor in layer.items()}
+            found |= {f"{int(match[1])}.{name}": tensor for name, tensor in layer.items()}
     if not found:
         raise ValueError(f"{path}: has no weights of tensor rank {rank} in model_states or layer files")
     return found
@@ -154,26 +137,25 @@ def _from_shares(
         said = f" of {world}" if type(world) is int else ""
         raise ValueError(f"{path}: has optim_states of {len(shares)}{said} data ranks; copy all of them")
     found: dict[str, ForeignTensor] = {}
-    if (
-        _number(shares[0]["zero_stage"]) == 3
-    ):  # each rank has an equal part of each parameter, the last padded
-        flats, offset = [_Pieces(_tensors(path, share, "fp32_flat_groups")) for share in shares], 0
+    if _number(shares[0]["zero_stage"]) == 3:  # a rank has an equal part of each parameter, the last padded
+        groups_of_ranks, offset = [_tensors(path, share, "fp32_flat_groups") for share in shares], 0
+        flats = [(tensors, _ends(tensors)) for tensors in groups_of_ranks]
         for name, shape in (pair for group in groups for pair in group.items()):
             size = math.prod(shape)
             share = -(-size // len(flats))
             sizes = [max(0, min(share, size - rank * share)) for rank in range(len(flats))]
-            parts = [(flat, offset, length) for flat, length in zip(flats, sizes, strict=True)]
-            found[name] = _cut(path, name, shape, parts)
+            cuts = [_slice(*flat, offset, length) for flat, length in zip(flats, sizes, strict=True)]
+            found[name] = _joined(path, name, shape, [part for cut in cuts for part in cut])
             offset += share
         return found
     flat_groups = [_tensors(path, share, "single_partition_of_fp32_groups") for share in shares]
     if any(len(part) != len(groups) for part in flat_groups):
         raise ValueError(f"{path}: its optim_states have other groups of parameters than its model_states")
-    for group, *parts_of_it in zip(groups, *flat_groups, strict=True):
-        whole, offset = _Pieces(parts_of_it), 0
+    for group, *whole in zip(groups, *flat_groups, strict=True):
+        ends, offset = _ends(whole), 0
         for name, shape in group.items():
             size = math.prod(shape)
-            found[name] = _cut(path, name, shape, [(whole, offset, size)])
+            found[name] = _joined(path, name, shape, _slice(whole, ends, offset, size))
             offset += size
     return found
 
@@ -191,39 +173,29 @@ def _tensors(path: Path, share: Mapping[str, Any], key: str) -> list[StoredTenso
     return found
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """Flat tensors in files, end to end."""
-
-    tensors: Sequence[StoredTensor]
-
-    @cached_property
-    def elements(self) -> int:
-        """How many there are."""
-        return sum(math.prod(tensor.shape) for tensor in self.tensors)
-
-    def read(self, start: int, length: int) -> Tensor:
-        """Return elements from `start` on."""
-        found = []
-        for tensor in self.tensors:
-            size = math.prod(tensor.shape)
-            first, stop = max(start, 0), min(start + length, size)
-            if first < stop:
-                part = StoredTensor(tensor.storage, (stop - first,), (1,), tensor.offset + first)
-                found.append(part.read())
-            start, length = start - size, length
-        return torch.cat(found) if found else torch.empty(0)
+def _ends(tensors: Sequence[StoredTensor]) -> list[int]:
+    """Return where each of flat tensors ends if they lie end to end."""
+    return list(accumulate(math.prod(tensor.shape) for tensor in tensors))
 
 
-def _cut(
-    path: Path, name: str, shape: tuple[int, ...], parts: Sequence[tuple[_Pieces, int, int]]
-) -> ForeignTensor:
-    """Return the tensor that (pieces, first element, length) make up, one after the other.
+def _slice(
+    tensors: Sequence[StoredTensor], ends: Sequence[int], start: int, length: int
+) -> list[StoredTensor]:
+    """Return what flat tensors, end to end, have of `length` elements from `start` on, part by part."""
+    found, at = [], bisect_right(ends, start)  # a file may have very many of them
+    while length and at < len(tensors):
+        tensor, taken = tensors[at], min(length, ends[at] - start)
+        first = math.prod(tensor.shape) - (ends[at] - start)
+        if taken:
+            found.append(StoredTensor(tensor.storage, (taken,), (1,), tensor.offset + first))
+        start, length, at = start + taken, length - taken, at + 1
+    return found
 
-    Raises ValueError unless there are so many elements.
-    """
-    if any(at + size > pieces.elements for pieces, at, size in parts):
+
+def _joined(path: Path, name: str, shape: tuple[int, ...], parts: Sequence[StoredTensor]) -> ForeignTensor:
+    """Return the tensor that flat parts make up. Raises ValueError for fewer elements than it has."""
+    if sum(part.shape[0] for part in parts) < math.prod(shape):
         raise ValueError(f"{path}: its optim_states end before {name} does; copy all of them")
     return ForeignTensor(
-        shape, lambda: torch.cat([pieces.read(at, size) for pieces, at, size in parts]).view(shape)
+        shape, lambda: torch.cat([part.read() for part in parts] or [torch.empty(0)]).view(shape)
     )

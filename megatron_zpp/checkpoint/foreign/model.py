@@ -1,10 +1,10 @@
 """A model as another program saved it: what describes it, and its tensors, which are read one by one."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ class ForeignTensor:
     name: str = ""
 
 
+AnyTensor: TypeAlias = ForeignTensor | StoredTensor  # the second is whole in a file
+
+
 @dataclass(frozen=True)
 class ForeignModel:
     """A checkpoint of another program.
@@ -47,11 +50,6 @@ class ForeignModel:
     iteration: int | None
     tensors: Mapping[str, ForeignTensor]
     left_out: tuple[str, ...] = field(default=())
-
-
-def stored(tensor: StoredTensor) -> ForeignTensor:
-    """Return a tensor that is whole in a file."""
-    return ForeignTensor(tensor.shape, tensor.read)
 
 
 def flatten(file: Path, value: Mapping[Any, Any]) -> dict[str, StoredTensor]:
@@ -82,7 +80,7 @@ def flatten(file: Path, value: Mapping[Any, Any]) -> dict[str, StoredTensor]:
 
 
 def join_ranks(
-    path: Path, ranks: list[Mapping[str, ForeignTensor]], *, gated: bool
+    path: Path, ranks: Sequence[Mapping[str, AnyTensor]], *, gated: bool
 ) -> tuple[dict[str, ForeignTensor], list[str]]:
     """Return whole parameters by our names, from the tensors of each tensor rank; and what was left out.
 
@@ -99,11 +97,11 @@ def join_ranks(
         if len({part.shape for part in parts}) > 1:
             raise ValueError(f"{path}: tensor ranks have {theirs} in different shapes")
         whole = parts[0] if len(parts) == 1 else _joined(path, theirs, ours, parts, gated)
-        joined[ours] = replace(whole, name=theirs)
+        joined[ours] = ForeignTensor(whole.shape, whole.read, theirs)
     return joined, left_out
 
 
-def _joined(path: Path, theirs: str, ours: str, parts: list[ForeignTensor], gated: bool) -> ForeignTensor:
+def _joined(path: Path, theirs: str, ours: str, parts: list[AnyTensor], gated: bool) -> ForeignTensor:
     split = split_of(ours, parts[0].shape, len(parts), gated=gated)
     if split is not None:
         whole = Placement(name=ours, shape=split.whole_shape(parts[0].shape), split=split)
@@ -121,7 +119,7 @@ def _joined(path: Path, theirs: str, ours: str, parts: list[ForeignTensor], gate
     return ForeignTensor(parts[0].shape, read)
 
 
-def _join(whole: Placement, parts: list[ForeignTensor]) -> Tensor:
+def _join(whole: Placement, parts: list[AnyTensor]) -> Tensor:
     """The parameter of whose parts each tensor rank has one."""
     read = [part.read() for part in parts]
     joined = torch.empty(whole.shape, dtype=reduce(torch.promote_types, (part.dtype for part in read)))

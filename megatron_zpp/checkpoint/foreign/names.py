@@ -11,13 +11,14 @@ TOKENS, POSITIONS, OUTPUT = "embedding.tokens.weight", "embedding.positions.weig
 TIED_COPY = "(tied output)"  # a second copy of the token embedding, on the last pipeline stage
 
 _PREFIX = re.compile(r"^((module|model|language_model)\.)+")
-_FIXED = {
-    "embedding.word_embeddings.weight": TOKENS,
+_OF_EMBEDDING = re.compile(r"(?:embedding\.|tied_modules\.embed\.)?(.+)")
+_IN_EMBEDDING = {
     "word_embeddings.weight": TOKENS,
-    "tied_modules.embed.word_embeddings.weight": TOKENS,
-    "embedding.position_embeddings.weight": POSITIONS,
     "position_embeddings.weight": POSITIONS,
-    "tied_modules.embed.position_embeddings.weight": POSITIONS,
+    "word_embeddings.norm.weight": "embedding.norm.weight",
+    "word_embeddings.norm.bias": "embedding.norm.bias",
+}
+_FIXED = {
     "output_layer.weight": OUTPUT,
     "lm_head.weight": OUTPUT,
     "word_embeddings_for_head.weight": TIED_COPY,
@@ -27,7 +28,6 @@ _SINKS = re.compile(
     r"(?:decoder|encoder|transformer)\.layers\.(\d+)\.self_attention\.core_attention\.softmax_offset"
 )
 _FINAL = re.compile(r"(?:(?:decoder|encoder|transformer)\.)?final_(?:layernorm|norm)\.(weight|bias)")
-_EMBEDDING_NORM = re.compile(r"(?:embedding\.|tied_modules\.embed\.)?word_embeddings\.norm\.(weight|bias)")
 _PIPELINED = re.compile(r"(\d+)\.(.+)")  # of DeepSpeed's pipeline module: its number in the pipeline
 _PARTS = {
     "input_layernorm": "attention_norm",
@@ -98,8 +98,8 @@ def _number_pipeline(renamed: dict[str, str]) -> dict[str, str]:
 def _ours(bare: str) -> str | None:
     if bare in _FIXED:
         return _FIXED[bare]
-    if match := _EMBEDDING_NORM.fullmatch(bare):
-        return f"embedding.norm.{match[1]}"
+    if (match := _OF_EMBEDDING.fullmatch(bare)) and match[1] in _IN_EMBEDDING:
+        return _IN_EMBEDDING[match[1]]
     if match := _FINAL.fullmatch(bare):
         return f"head.norm.{match[1]}"
     if match := _SINKS.fullmatch(bare):

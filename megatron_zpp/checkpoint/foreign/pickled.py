@@ -28,11 +28,9 @@ _LIBRARIES = (  # whose names may appear, though they are never looked up
     *("torch", "numpy", "collections", "argparse", "enum", "types", "pathlib", "_codecs", "datetime"),
     *("megatron", "deepspeed", "transformer_engine", "apex", "signal"),
 )
-_BUILTINS = frozenset(
-    (
-        *("set", "frozenset", "bytearray", "complex", "slice", "range", "int", "float", "str", "bool"),
-        *("list", "dict", "tuple", "object", "getattr"),
-    )
+_BUILTINS = (
+    *("set", "frozenset", "bytearray", "complex", "slice", "range", "int", "float", "str", "bool"),
+    *("list", "dict", "tuple", "object", "getattr"),
 )
 _ERRORS = (
     *(pickle.UnpicklingError, EOFError, OverflowError, struct.error),
@@ -99,30 +97,10 @@ def read_pickle(content: bytes, persistent: Callable[[Any], Any], makers: Makers
         raise NotData(f"not a whole pickle ({reason or type(error).__name__})") from None
 
 
-def _check_name(module: str, name: str) -> Global:
-    if len(module) + len(name) > _LONGEST_NAME:
-        raise NotData(f"names {module[:40]!r}…, which is longer than {_LONGEST_NAME} characters")
-    top = module.split(".")[0]
-    if top in _LIBRARIES or (module in ("builtins", "__builtin__") and name in _BUILTINS):
-        return Global(module, name)
-    shown = f"{module}.{name}"
-    shown = shown if shown.isprintable() and len(shown) <= 100 else repr(shown)[:100]
-    raise NotData(f"names {shown}, which is code and not a model's data; nothing of it was run")
-
-
 _STEPS = {  # of other opcodes 1
     **dict.fromkeys(pickle.EMPTY_LIST + pickle.EMPTY_DICT, 3),
-    **dict.fromkeys(
-        pickle.MARK
-        + pickle.LIST
-        + pickle.DICT
-        + pickle.TUPLE
-        + pickle.TUPLE1
-        + pickle.TUPLE2
-        + pickle.TUPLE3
-        + pickle.SETITEM,
-        2,
-    ),
+    **dict.fromkeys(pickle.MARK + pickle.LIST + pickle.DICT + pickle.SETITEM, 2),
+    **dict.fromkeys(pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3, 2),
     **dict.fromkeys(pickle.REDUCE + pickle.NEWOBJ + pickle.NEWOBJ_EX, 2),
     **dict.fromkeys(pickle.PUT + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE, 2),
     **dict.fromkeys(pickle.EMPTY_SET + pickle.FROZENSET, 8),
@@ -206,7 +184,14 @@ class _Reader(pickle._Unpickler):
         return self._persistent(pid)
 
     def find_class(self, module: str, name: str) -> Global:
-        return _check_name(module, name)
+        if len(module) + len(name) > _LONGEST_NAME:
+            raise NotData(f"names {module[:40]!r}…, which is longer than {_LONGEST_NAME} characters")
+        top = module.split(".")[0]
+        if top in _LIBRARIES or (module in ("builtins", "__builtin__") and name in _BUILTINS):
+            return Global(module, name)
+        shown = f"{module}.{name}"
+        shown = shown if shown.isprintable() and len(shown) <= 100 else repr(shown)[:100]
+        raise NotData(f"names {shown}, which is code and not a model's data; nothing of it was run")
 
     def load_reduce(self) -> None:
         arguments, of = self.stack.pop(), self.stack.pop()

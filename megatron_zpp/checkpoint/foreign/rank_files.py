@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_zpp.checkpoint.foreign.model import ForeignModel, ForeignTensor, flatten, join_ranks, stored
+from megatron_zpp.checkpoint.foreign.model import AnyTensor, ForeignModel, flatten, join_ranks
 from megatron_zpp.checkpoint.foreign.pickled import Global, Record
 from megatron_zpp.checkpoint.foreign.torch_file import read_torch_file
 
@@ -19,6 +19,7 @@ LEFT_OUT_OPTIMIZER = (
 )
 _SCALARS = (bool, int, float, str, Global)
 _LONGEST_SETTING = 10_000  # entries
+_NESTED = "of several values"  # for a value of values: no setting of a model is one, and it may be endless
 _OLDEST = 2.0  # older ones have the rows of queries, keys and values in another order
 
 
@@ -32,9 +33,9 @@ def read_rank_files(path: Path) -> ForeignModel:
     ]:
         raise ValueError(f"{path}: has no file of tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}")
     first: dict[str, Any] | None = None
-    ranks: list[Mapping[str, ForeignTensor]] = []
+    ranks: list[Mapping[str, AnyTensor]] = []
     for rank in range(tensor):
-        whole: dict[str, ForeignTensor] = {}
+        whole: dict[str, AnyTensor] = {}
         for stage in range(pipeline):
             file = grid[rank, stage]
             state = _read(file)
@@ -50,7 +51,7 @@ def foreign_model(
     kind: str,
     path: Path,
     state: Mapping[str, Any],
-    ranks: list[Mapping[str, ForeignTensor]],
+    ranks: Sequence[Mapping[str, AnyTensor]],
     left_out: Sequence[str],
 ) -> ForeignModel:
     """Return the model that `state` describes, of the tensors of each tensor rank by their names there."""
@@ -59,13 +60,6 @@ def foreign_model(
     numbers = (state.get(name) for name in ("iteration", "global_steps"))
     iteration = next((number for number in numbers if type(number) is int), None)
     return ForeignModel(kind, path, args, iteration, tensors, (*left_out, *lines))
-
-
-class _Nested:
-    """In place of a value of values: no setting that describes a model is one, and it may be endless."""
-
-    def __str__(self) -> str:
-        return "of several values"
 
 
 def settings_of(args: Any) -> dict[str, Any]:
@@ -77,10 +71,10 @@ def settings_of(args: Any) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         simple = len(value) <= _LONGEST_SETTING and all(isinstance(one, _SCALARS) for one in value)
-        return value if simple else _Nested()
+        return value if simple else _NESTED
     if isinstance(value, Record):  # an enum's member
-        return value if all(isinstance(one, _SCALARS) for one in value.arguments) else _Nested()
-    return value if isinstance(value, _SCALARS) or value is None else _Nested()
+        return value if all(isinstance(one, _SCALARS) for one in value.arguments) else _NESTED
+    return value if isinstance(value, _SCALARS) or value is None else _NESTED
 
 
 def read_state(file: Path) -> dict[str, Any]:
@@ -120,7 +114,7 @@ def _read(file: Path) -> dict[str, Any]:
     return state
 
 
-def _add_stage(path: Path, whole: dict[str, ForeignTensor], stage: Mapping[str, Any]) -> None:
+def _add_stage(path: Path, whole: dict[str, AnyTensor], stage: Mapping[str, AnyTensor]) -> None:
     """Add a pipeline stage's tensors, whose layers are numbered from 0 in each stage."""
     before = {int(match[2]) for name in whole if (match := _LAYER.fullmatch(name))}
     for name, tensor in stage.items():
@@ -129,4 +123,4 @@ def _add_stage(path: Path, whole: dict[str, ForeignTensor], stage: Mapping[str, 
             name = f"{match[1]}{int(match[2]) + len(before)}{match[3]}"
         if name in whole and "word_embeddings" not in name:
             raise ValueError(f"{path}: two pipeline ranks have {name}")
-        whole.setdefault(name, stored(tensor))
+        whole.setdefault(name, tensor)

@@ -21,6 +21,7 @@ from megatron_zpp.checkpoint.foreign.torch_file import (
 )
 from megatron_zpp.config.values.json_file import read_json_object
 from megatron_zpp.storage.checksums import DamagedFile
+from megatron_zpp.storage.regular import is_name
 
 KIND = "Megatron-LM (torch_dist)"
 _STACKED = re.compile(r"(.*\.layers\.)(?!\d)(.+)")  # all layers in one tensor, along a first axis
@@ -97,7 +98,7 @@ def _tensors(
             offsets, sizes = sizes_of(record.fields["offsets"]), sizes_of(record.fields["sizes"])
             info = places[name][offsets]
             file = info["relative_path"]
-            if type(file) is not str or Path(file).name != file or not file.isprintable():
+            if not is_name(file):
                 raise ValueError(
                     f"{path / '.metadata'}: names a file outside of the checkpoint: {file!r:.60}"
                 )

@@ -39,14 +39,8 @@ _STORAGES = {
     "UntypedStorage": torch.uint8,
 }
 _DAMAGES = (
-    EOFError,
-    NotImplementedError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    KeyError,
-    IndexError,
-    AttributeError,
+    *(zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError),
+    *(ValueError, TypeError, KeyError, IndexError, AttributeError),
 )
 
 
@@ -86,24 +80,19 @@ class StoredTensor:
     stride: tuple[int, ...]
     offset: int
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The format of its elements."""
-        return self.storage.dtype
-
     def read(self) -> Tensor:
         """Return the tensor on the CPU, in its own format. Raises DamagedFile if the file ends too early."""
-        size = self.dtype.itemsize
+        dtype, size = self.storage.dtype, self.storage.dtype.itemsize
         reach = 1 + sum((length - 1) * step for length, step in zip(self.shape, self.stride, strict=True))
         if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=dtype)
         with open_stream(self.storage.path) as file:
             self.storage.check(file)
             file.seek(self.storage.start + self.offset * size)
             content = bytearray(file.read(reach * size))
             if len(content) != reach * size:
                 raise DamagedFile(f"{self.storage.path}: ends before a tensor of it does")
-        flat = torch.frombuffer(content, dtype=self.dtype)
+        flat = torch.frombuffer(content, dtype=dtype)
         return flat.as_strided(self.shape, self.stride)
 
 
@@ -121,7 +110,7 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
                 return _read(path, start, file, archive)
     except NotData as error:
         raise NotData(f"{path}: {error}") from None
-    except (*_DAMAGES, zipfile.BadZipFile) as error:
+    except _DAMAGES as error:
         reason = str(error) or type(error).__name__
         raise DamagedFile(
             f"{path}: not a whole file of torch.save's zip format ({reason}); copy it again, or save it with "
@@ -203,19 +192,16 @@ def _read(path: Path, start: int, file: Any, archive: zipfile.ZipFile) -> Any:
         _, kind, key, _, count = value  # "storage", its class, the name of its file, device, elements
         if not isinstance(key, str) or f"data/{key}" not in entries:
             raise NotData("has a tensor whose bytes are not there")
-        dtype = _STORAGES[kind.name]
-        if (key, dtype) not in storages:
-            storages[key, dtype] = found(key, dtype, count)
-        return storages[key, dtype]
-
-    def found(key: str, dtype: torch.dtype, count: Any) -> _Storage:
-        info = entries[f"data/{key}"]
+        dtype, info = _STORAGES[kind.name], entries[f"data/{key}"]
+        if (key, dtype) in storages:
+            return storages[key, dtype]
         if type(count) is not int or not 0 <= count * dtype.itemsize <= info.file_size:
             raise NotData(f"its tensor data/{key} is shorter than it says")
         begin = _data_start(file, start + info.header_offset)
         if begin + info.file_size > os.fstat(file.fileno()).st_size:
             raise zipfile.BadZipFile("it ends too early")
-        return _Storage(path, begin, info.file_size, dtype, info.CRC)
+        storages[key, dtype] = _Storage(path, begin, info.file_size, dtype, info.CRC)
+        return storages[key, dtype]
 
     return read_pickle(archive.read(entries["data.pkl"]), storage, _MAKERS)
 

@@ -5,21 +5,18 @@ from typing import Any
 
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.shapes.huggingface import CONFIG, describe_model
+from megatron_zpp.config.shapes.huggingface import CONFIG, DescribedModel, describe_model
 from megatron_zpp.config.values.json_file import read_json_object
 
 _LENGTH = 4096  # tokens, at most, of a sample by default; the longest text may not fit a GPU
 _SPARE = 1024  # rows that a published model may have beyond its tokenizer's entries; Qwen2.5-7B has 399
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A model as its config.json describes it; `notes` are lines for the person who imports it."""
+@dataclass(frozen=True, kw_only=True)
+class Architecture(DescribedModel):
+    """A model as its config.json describes it, and as ours."""
 
     model: ModelConfig
-    model_type: str
-    vocab_size: int
-    notes: tuple[str, ...] = ()
 
 
 def read_architecture(named: NamedDirectory, divisible_by: int = 128) -> Architecture:
@@ -39,7 +36,7 @@ def read_architecture(named: NamedDirectory, divisible_by: int = 128) -> Archite
         )
     except ValueError as error:
         raise named.error(f"{CONFIG}: {error}") from None
-    return Architecture(model, described.model_type, described.vocab_size, described.notes)
+    return Architecture(**vars(described), model=model)
 
 
 def fit_vocabulary(named: NamedDirectory, theirs: Architecture, tokenizer: dict[str, Any]) -> ModelConfig:

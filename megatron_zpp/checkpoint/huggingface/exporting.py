@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -164,7 +163,7 @@ def _check(named: NamedDirectory, directory: Path, weights: _Weights, tokenizer:
                 raise named.error(
                     f"{name} did not come back from {directory} as it was written; check the disk"
                 )
-    whole = partial(whole_model, weights.model, tokenizer.vocab_size)
-    line = compare_logits(named, directory, lambda: whole(weights.reader.parameters()))
+    model, entries = weights.model, tokenizer.vocab_size
+    line = compare_logits(named, directory, lambda: whole_model(model, entries, weights.reader.parameters()))
     check_auto_tokenizer(named, tokenizer, directory)
     return line

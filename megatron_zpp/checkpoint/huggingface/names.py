@@ -14,11 +14,6 @@ _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
-def has_images(names: Iterable[str]) -> bool:
-    """Return whether these are the tensors of a model of text and images."""
-    return any(map(_OF_TEXT.match, names))
-
-
 class TransformersTensor(NamedTuple):
     """A tensor that holds `rows` rows of one of our parameters, all of its own or those from `first` on.
 
@@ -80,15 +75,13 @@ class Names:
         """Return the name in a model with its head."""
         return name if name == THEIR_OUTPUT else self.prefix + name
 
-    def bare(self, name: str, *, images: bool) -> str | None:
-        """Return a tensor's name without the prefix; None for those of the `images` of a model of both."""
-        if images and _OF_IMAGES.match(name):
-            return None
-        return (_OF_TEXT.sub("", name) if images else name).removeprefix(self.prefix)
-
-    def is_buffer(self, name: str) -> bool:
-        """Return whether the tensor is no parameter."""
-        return self.buffers.fullmatch(name) is not None
+    def bare(self, names: Iterable[str]) -> dict[str, str]:
+        """Return tensors' names without the prefix, by their names; those of images are omitted."""
+        if any(map(_OF_TEXT.match, names)):
+            text = {name: _OF_TEXT.sub("", name) for name in names if not _OF_IMAGES.match(name)}
+        else:
+            text = {name: name for name in names}
+        return {name: bare.removeprefix(self.prefix) for name, bare in text.items()}
 
 
 def _rows(modules: int, shape: tuple[int, ...], model: ModelConfig) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from megatron_zpp.checkpoint.huggingface.names import (
     THEIR_OUTPUT,
     TOKENS,
     TransformersTensor,
-    has_images,
     names_of,
 )
 from megatron_zpp.checkpoint.imported import parameter_shapes
@@ -28,7 +26,7 @@ from megatron_zpp.checkpoint.slices import fill
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.values.json_file import read_json_object, shown_key
 from megatron_zpp.placement import Layout, Placement, within
-from megatron_zpp.storage.regular import UnfitFile, open_regular
+from megatron_zpp.storage.regular import UnfitFile, is_name, open_regular
 
 _DTYPES = ("F32", "BF16", "F16")  # all of which fp32 holds exactly
 _TABLES = (TOKENS, OUTPUT)
@@ -115,9 +113,7 @@ class HuggingFaceWeights:
                         f"{WEIGHTS_INDEX}: {file} has no tensor {shown_key(name)}; download the files again"
                     )
                 slices[name] = handle.get_slice(name)
-        images = has_images(slices)
-        named = {self._names.bare(name, images=images): tensor for name, tensor in slices.items()}
-        return {name: tensor for name, tensor in named.items() if name is not None}
+        return {bare: slices[name] for name, bare in self._names.bare(slices).items()}
 
     def _files(self) -> Mapping[str, list[str] | None]:
         """Return the names of tensors by file; None stands for all tensors of the file."""
@@ -138,7 +134,7 @@ class HuggingFaceWeights:
         if not isinstance(weight_map, dict) or not weight_map:
             raise self._named.error(f"{WEIGHTS_INDEX}: has no weight_map; download it again")
         for name, file in weight_map.items():
-            if not _is_file_name(file):
+            if not is_name(file):
                 raise self._named.error(
                     f"{WEIGHTS_INDEX}: {shown_key(name)} is in no file beside it; download it again"
                 )
@@ -191,7 +187,7 @@ class HuggingFaceWeights:
                     raise self._named.error(
                         f"lm_head.weight is not {table}, but tie_word_embeddings says so; set that to false"
                     )
-            elif not self._names.is_buffer(name):
+            elif not self._names.buffers.fullmatch(name):
                 raise self._named.error(
                     f"its tensor {shown_key(name)} is no part of the model that its config.json describes"
                 )
@@ -207,10 +203,3 @@ class HuggingFaceWeights:
             raise self._named.error(
                 f"{theirs.name} is {tensor.get_dtype()}; must be one of {', '.join(_DTYPES)}"
             )
-
-
-def _is_file_name(value: Any) -> bool:
-    """Return whether it can only be the name of a file beside the index."""
-    return (
-        type(value) is str and value.isprintable() and value not in ("", "..") and Path(value).name == value
-    )

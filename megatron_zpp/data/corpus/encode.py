@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.data.corpus.json_lines import parse_lines, split_lines
-from megatron_zpp.data.corpus.problems import Problem
+from megatron_zpp.data.corpus.json_lines import Problem, parse_lines, split_lines
 from megatron_zpp.data.indexed import token_dtype
 from megatron_zpp.tokenizer import build_tokenizer
 

@@ -63,7 +63,8 @@ def _find(pattern: str) -> list[str]:
     if os.path.isdir(pattern):
         below = (path for path in Path(pattern).rglob("*") if path.is_file())
         texts = [path for path in below if plain_suffix(str(path)) in JSON_LINES + TEXT]
-        shown = (path for path in texts if not _is_hidden(path.relative_to(pattern).parent))
+        folders = {path: path.relative_to(pattern).parent.parts for path in texts}
+        shown = (path for path in texts if not any(part.startswith(".") for part in folders[path]))
         return sorted(str(path) for path in shown if not _is_own(path, pattern))
     if os.path.exists(pattern):
         return [pattern]
@@ -71,10 +72,6 @@ def _find(pattern: str) -> list[str]:
     if any(ending in pattern for ending in _CACHES):
         return sorted(matches)
     return sorted(path for path in matches if not _is_own(Path(path), fixed_directory(pattern)))
-
-
-def _is_hidden(directory: Path) -> bool:
-    return any(part.startswith(".") for part in directory.parts)
 
 
 def _is_own(path: Path, start: str) -> bool:

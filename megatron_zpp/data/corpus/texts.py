@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.values.text import JSON_LINES, plain_suffix
 from megatron_zpp.data.corpus.inputs import TEXT, Block, find_files, read_blocks
-from megatron_zpp.data.corpus.json_lines import MALFORMED, parse_lines, split_lines, utf16
-from megatron_zpp.data.corpus.problems import Problem
+from megatron_zpp.data.corpus.json_lines import MALFORMED, Problem, parse_lines, split_lines, utf16
 
 EMPTY = "empty document"
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.blend import BlendedDataset
-from megatron_zpp.data.indexed import IndexedSamples, index_path
+from megatron_zpp.data.indexed import IndexedDataset, index_path
 from megatron_zpp.data.megatron.blend import BLEND_INDEXES, MegatronBlend, blend_order, exhaustive_order
 from megatron_zpp.data.megatron.order import OrderSizes, document_index, sample_index, shuffle_index
 from megatron_zpp.data.order_cache import CachedArrays, NamedArrays, OrderCache, contents_of
-from megatron_zpp.data.samples import Epochs
+from megatron_zpp.data.samples import Epochs, KnownSamples
 from megatron_zpp.data.split import DatasetSlice
 
 _INDEXES = ("document_index", "sample_index", "shuffle_index")
@@ -21,13 +21,14 @@ _SURPLUS = 0.005  # samples of each data set beyond its share of a blend, relati
 
 
 @dataclass(frozen=True)
-class MegatronDataset(IndexedSamples):
+class MegatronDataset(KnownSamples):
     """A finite number of samples, given by `sizes`, of some sequences of a data set.
 
     `indexes` has document_index (D,), sample_index (samples + 1, 2) and shuffle_index (samples,): see
     order.py.
     """
 
+    source: IndexedDataset
     sizes: OrderSizes
     vocab_size: int
     indexes: CachedArrays
@@ -46,7 +47,7 @@ class MegatronDataset(IndexedSamples):
         )
 
     def epochs(self, samples: int) -> list[Epochs]:
-        return [Epochs(self.name, samples * self.sizes.seq_length / self.sizes.tokens)]
+        return [Epochs(self.source.name, samples * self.sizes.seq_length / self.sizes.tokens)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
         cuts = self.indexes["shuffle_index"][indices].astype(np.int64)
@@ -125,7 +126,7 @@ class MegatronOrders:
         for source, count in zip(sources, drawn, strict=True):
             if count > len(source):  # in a blend of many data sets with few samples each, despite _SURPLUS
                 fix = (
-                    f"the blend draws {count} samples of {source.name}, but Megatron-LM's order has "
+                    f"the blend draws {count} samples of {source.source.name}, but Megatron-LM's order has "
                     f"{len(source)}, where Megatron-LM fails as well; use --dataset-order windows"
                 )
                 raise self._refused(parts, fix)

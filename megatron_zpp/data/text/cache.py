@@ -18,6 +18,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -214,14 +215,15 @@ class TokenCache:
         return np.frombuffer(tokens, self._dtype)
 
 
+@dataclass(frozen=True)
 class _PartsToFill:
     """A source of batches that fills one part of the blocks per batch, for the workers of a loader."""
 
-    def __init__(self, cache: TokenCache, parts: Sequence[np.ndarray]) -> None:
-        self._cache, self._parts = cache, parts
+    cache: TokenCache
+    parts: Sequence[np.ndarray]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
-        self._cache.fill(self._parts[int(indices[0])])
+        self.cache.fill(self.parts[int(indices[0])])
         return np.zeros((1, 1), np.int64)
 
 

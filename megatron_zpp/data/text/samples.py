@@ -2,7 +2,7 @@
 
 The number of tokens of a text is known only when all of it is tokenised, so its windows cannot be permuted
 all together before that. Instead, an epoch visits the blocks of a split in a random order, one group at a
-time. Text in shards is visited shard by shard instead (`shards/order.py`). The tokens of a group form a ring,
+time. Text in shards is visited shard by shard instead (`order.py`). The tokens of a group form a ring,
 which `WindowOrder` cuts into windows and shuffles. Reading a sample requires the token counts of all groups
 before its own, which the cache keeps, and the tokens of its own group. A sample depends only on the text, the
 tokenizer, the seed and its number. A file of up to about 32 MB is one group, whose windows are all shuffled
@@ -11,44 +11,42 @@ together.
 
 import bisect
 import math
-from dataclasses import replace
 
 import numpy as np
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.data.samples import Epochs, KnownSamples, ShardRecord
+from megatron_zpp.data.samples import Epochs, KnownSamples
 from megatron_zpp.data.text.cache import TokenCache
-from megatron_zpp.data.text.group_order import GroupOrder
-from megatron_zpp.data.text.sources import fingerprint_of
+from megatron_zpp.data.text.sources import TextSource
 
 _AHEAD = 2.0  # fraction of the next group tokenised per fraction of this group read
 _HELD = 2  # groups whose tokens stay in memory, because a batch may span two groups
 
 
-def text_samples(
-    split: str, cache: TokenCache, blocks: tuple[int, int], seq_length: int, seed: int, prepared: int | None
-) -> "TextDataset":
-    """Samples of the blocks [first, last). The first `prepared` are tokenised now; None means all.
-
-    Raises ValueError if one of these cannot be read, or if the split has no sample.
-    """
-    order = cache.source.order(*blocks, seq_length, seed)
-    dataset = TextDataset(split, cache, order, seq_length)
-    dataset.prepare(prepared)
-    return dataset
-
-
 class TextDataset(KnownSamples):
-    """Samples of some blocks of a text, tokenised when they are needed or shortly before."""
+    """Samples of the blocks [first, last) of a text, tokenised when they are needed or shortly before.
 
+    The first `prepared` are tokenised at once: see `prepare`. `split` names the samples in errors.
+    """
+
+    source: TextSource
     windows_per_epoch: int | None = None
 
-    def __init__(self, split: str, cache: TokenCache, order: GroupOrder, seq_length: int) -> None:
-        """`split` names the samples in errors."""
-        self._split = split
-        self._source, self._cache, self._order, self._seq_length = cache.source, cache, order, seq_length
+    def __init__(
+        self,
+        split: str,
+        cache: TokenCache,
+        blocks: tuple[int, int],
+        seq_length: int,
+        seed: int,
+        prepared: int | None,
+    ) -> None:
+        self._split, self._blocks, self._seq_length = split, blocks, seq_length
+        self.source, self._cache = cache.source, cache
+        self._order = cache.source.order(*blocks, seq_length, seed)
         self._ends: list[int] = []  # number of the first sample after each group, as far as known
         self._rings: dict[int, np.ndarray] = {}  # by group
+        self.prepare(prepared)
 
     def prepare(self, samples: int | None) -> None:
         """Tokenise the first `samples` samples, an epoch if None.
@@ -65,27 +63,14 @@ class TextDataset(KnownSamples):
         elif samples:
             self._find_ends(sample=samples - 1)
 
-    @property
-    def name(self) -> str:
-        return self._source.name
-
-    def fingerprint(self) -> str:
-        return fingerprint_of(self._source)
-
-    def shards(self) -> tuple[ShardRecord, ...]:
-        return self._source.shard_records()
-
     def with_seed(self, seed: int) -> "TextDataset":
         """Return the same blocks in the order of another seed, counted if these are counted."""
-        order = replace(self._order, seed=seed)
-        moved = TextDataset(self._split, self._cache, order, self._seq_length)
-        if self.windows_per_epoch is not None:
-            moved.prepare(None)
-        return moved
+        prepared = 0 if self.windows_per_epoch is None else None
+        return TextDataset(self._split, self._cache, self._blocks, self._seq_length, seed, prepared)
 
     def describe(self) -> str:
-        text = self._source.describe(self._order.last - self._order.first)
-        return f"{self.name}: {text}, tokenised as it is read, samples of {self._seq_length}"
+        text = self.source.describe(self._order.last - self._order.first)
+        return f"{self.source.name}: {text}, tokenised as it is read, samples of {self._seq_length}"
 
     def epochs(self, samples: int) -> list[Epochs]:
         """How often the first `samples` samples read the text; an estimate until all blocks are tokenised.
@@ -93,13 +78,13 @@ class TextDataset(KnownSamples):
         The estimate is good, because blocks have similar sizes and are tokenised in a random order.
         """
         if self.windows_per_epoch:
-            return [Epochs(self.name, samples / self.windows_per_epoch)]
+            return [Epochs(self.source.name, samples / self.windows_per_epoch)]
         counts = self._cache.counts(np.arange(self._order.first, self._order.last))
         known = counts[counts >= 0]
         if not known.any():
             return []
         tokens = known.mean() * counts.size
-        return [Epochs(self.name, samples * self._seq_length / tokens, about=known.size < counts.size)]
+        return [Epochs(self.source.name, samples * self._seq_length / tokens, about=known.size < counts.size)]
 
     def batch(self, indices: np.ndarray) -> np.ndarray:
         """Samples by number, at least one."""
@@ -134,8 +119,9 @@ class TextDataset(KnownSamples):
         return option_error(
             "--seq-length",
             self._seq_length,
-            f"one sample needs {self._seq_length + 1} tokens, but the {self._split} split of {self.name} has "
-            f"{tokens}; give more text, a larger share in --split, or a shorter length",
+            f"one sample needs {self._seq_length + 1} tokens, but the {self._split} split of "
+            f"{self.source.name} has {tokens}; give more text, a larger share in --split, or a shorter "
+            "length",
         )
 
     def _ring(self, group: int) -> np.ndarray:

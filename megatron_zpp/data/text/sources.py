@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +11,8 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.data.corpus.inputs import lines_that_begin
 from megatron_zpp.data.order_cache import contents_of
-from megatron_zpp.data.samples import ShardRecord
-from megatron_zpp.data.text.group_order import GroupOrder
+from megatron_zpp.data.samples import Source
+from megatron_zpp.data.text.order import GroupOrder
 from megatron_zpp.storage.regular import open_stream
 
 # About a thousand blocks, so that a split can be a thousandth of the text. A block is large enough for a
@@ -25,10 +25,9 @@ _GROUP_BYTES, _GROUP_BLOCKS = 16 << 20, 4  # that are shuffled together, at leas
 _NOT_CONTENTS = ("name", "mtime_ns", "modified", "column")
 
 
-class TextSource(ABC):
+class TextSource(Source):
     """Documents in `blocks` blocks; `group` consecutive blocks are shuffled together. Picklable."""
 
-    name: str  # as given on the command line
     blocks: int
     group: int
     size: int  # bytes
@@ -50,9 +49,10 @@ class TextSource(ABC):
         """Return the size of `blocks` blocks in words."""
         return f"about {self.size * blocks // self.blocks:,} of {self.size:,} bytes of text"
 
-    def shard_records(self) -> tuple[ShardRecord, ...]:
-        """Return what a checkpoint keeps of each file of a text in shards; nothing for other text."""
-        return ()
+    def fingerprint(self) -> str:
+        """Also of compressed copies."""
+        contents = {key: value for key, value in self.made_of.items() if key not in _NOT_CONTENTS}
+        return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:32]
 
 
 class JsonLinesText(TextSource):
@@ -99,9 +99,3 @@ def check_unchanged(path: str, shown: str, before: tuple[int, int], fix: str) ->
         raise ValueError(f"{path}: {error.strerror}; {fix}") from None
     if (status.st_size, status.st_mtime_ns) != before:
         raise ValueError(f"{shown}: has changed since the run began; start the run again")
-
-
-def fingerprint_of(source: TextSource) -> str:
-    """Return an identifier of the contents, equal for copies, also compressed ones."""
-    contents = {key: value for key, value in source.made_of.items() if key not in _NOT_CONTENTS}
-    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:32]

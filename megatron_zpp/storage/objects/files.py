@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile, verify_file
 from megatron_zpp.storage.files import locked, write_text
-from megatron_zpp.storage.location import NoObject, ObjectError
+from megatron_zpp.storage.object_errors import NoObject, ObjectError
 from megatron_zpp.storage.objects.path import ObjectPath, ObjectRanges
 from megatron_zpp.storage.regular import read_limited
 

@@ -3,8 +3,9 @@
 import contextlib
 import errno
 import os
+from typing import Any
 
-from megatron_zpp.storage.location import Conflict, NoObject, ObjectError
+from megatron_zpp.storage.object_errors import Conflict, NoObject, ObjectError
 from megatron_zpp.storage.objects.path import ObjectPath
 
 _NO_TAG = f'"{"0" * 32}"'  # no object has this one
@@ -48,15 +49,11 @@ class ObjectRecord:
         """Raise ObjectError for a store that ignores conditions, which S3's protocol allows."""
         probe = self._path.with_name(f"{self._path.name}.probe-{os.urandom(8).hex()}")
         probe.write(b"first")
-        ignored = False
+        conditions: tuple[dict[str, Any], ...] = {"if_absent": True}, {"if_tag": _NO_TAG}
         try:
-            with contextlib.suppress(Conflict):
-                probe.write(b"second", if_absent=True)
-                ignored = True
-            with contextlib.suppress(Conflict):
-                probe.write(b"third", if_tag=_NO_TAG)
-                ignored = True
+            for condition in conditions:
+                with contextlib.suppress(Conflict):
+                    probe.write(b"second", **condition)
+                    raise ObjectError(errno.ENOTSUP, _UNCONDITIONAL, str(self._path.parent))
         finally:
             probe.unlink()
-        if ignored:
-            raise ObjectError(errno.ENOTSUP, _UNCONDITIONAL, str(self._path.parent))

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_zpp.storage.location import S3, Conflict, NoObject, ObjectError
-from megatron_zpp.storage.objects.requests import NoUpload, get, request
+from megatron_zpp.storage.object_errors import S3, Conflict, NoObject, ObjectError
+from megatron_zpp.storage.objects.requests import NoUpload, request
 
 _REMOVED_AT_ONCE = 1000  # objects; S3's limit
 _OBJECTS, _UPLOADS = "list_objects_v2", "list_multipart_uploads"
@@ -84,12 +84,12 @@ class ObjectPath:
         """Return at most `size` bytes from `start` on. Raises Conflict if the content has another tag."""
         assert size > 0, "a request cannot name an empty range"
         span = f"bytes={start}-{start + size - 1}"
-        return get(str(self), **self._named, Range=span, IfMatch=tag)[0]
+        return request(str(self), "get_object", **self._named, Range=span, IfMatch=tag)["Body"]
 
     def read_whole(self) -> tuple[bytes, str]:
         """Return the content and its tag."""
-        content, answer = get(str(self), **self._named)
-        return content, answer.get("ETag", "")
+        answer = request(str(self), "get_object", **self._named)
+        return answer["Body"], answer.get("ETag", "")
 
     def write(self, content: bytes, *, if_absent: bool = False, if_tag: str | None = None) -> str:
         """Create or replace the object, and return its tag.

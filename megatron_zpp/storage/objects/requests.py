@@ -10,10 +10,9 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-from megatron_zpp.storage.location import Conflict, NoObject, ObjectError
+from megatron_zpp.storage.object_errors import Conflict, NoObject, ObjectError
 
 _LOGIN = re.compile(r"//[^/@\s]*@")
 ATTEMPTS = 5  # of a request
@@ -33,7 +32,6 @@ _REASONS = {  # error codes of S3; {what} is the request, {message} what the sto
     "PermanentRedirect": "the bucket is in another region; correct AWS_REGION",
 }
 _BUSY = ("InternalError", "RequestLimitExceeded", "RequestTimeout", "SlowDown", "Throttling")  # error codes
-_Answer = TypeVar("_Answer")
 
 
 class NoUpload(ObjectError):
@@ -47,26 +45,16 @@ class Unanswered(ObjectError):
 def request(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
     """Return the answer to one request of boto3's client. Raises ObjectError, of which `url` is the file.
 
-    What the store lists in several answers, each to a request of its own, is returned as one. A request
-    without an answer is sent again, also if it is not known whether it was carried out.
+    What the store lists in several answers, each to a request of its own, is returned as one. The "Body" of
+    an object, or of a range of it, is bytes. A request without an answer, or whose body arrives incomplete,
+    is sent again, also if it is not known whether it was carried out.
     """
-    return _repeated(lambda: _attempt(url, operation, **arguments))
-
-
-def get(url: str, **arguments: Any) -> tuple[bytes, dict[str, Any]]:
-    """Return the body of an object, or of a range of it, and the rest of the answer. Raises like `request`.
-
-    A body that arrives incomplete is requested again.
-    """
-    return _repeated(lambda: _body(url, **arguments))
-
-
-def _repeated(attempt: Callable[[], _Answer]) -> _Answer:
     for number in range(ATTEMPTS):
         if number:  # ranks that were refused at the same moment do not come back at the same moment
             time.sleep(_PAUSE * 2 ** (number - 1) * random.uniform(0.5, 1.5))
         try:
-            return attempt()
+            answer = _attempt(url, operation, **arguments)
+            return answer | {"Body": _read(url, answer["Body"])} if "Body" in answer else answer
         except Unanswered as error:
             last = error
     last.strerror = f"{last.strerror}; tried {ATTEMPTS} times"
@@ -94,14 +82,13 @@ def _attempt(url: str, operation: str, **arguments: Any) -> dict[str, Any]:
         raise ObjectError(errno.EINVAL, _one_line(error), url) from None
 
 
-def _body(url: str, **arguments: Any) -> tuple[bytes, dict[str, Any]]:
-    answer = _attempt(url, "get_object", **arguments)
+def _read(url: str, body: Any) -> bytes:
     import botocore.exceptions
     import urllib3.exceptions  # of a connection that is lost in the middle of a body
 
     try:
-        with answer["Body"] as body:
-            return body.read(), answer
+        with body:
+            return body.read()
     except (botocore.exceptions.BotoCoreError, urllib3.exceptions.HTTPError, OSError) as error:
         raise _silent(url, error) from None
 

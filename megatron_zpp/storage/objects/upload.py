@@ -4,7 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from megatron_zpp.storage.checksums import CHUNK_BYTES, Checksums, OnProgress, checksums_of_bytes, no_report
-from megatron_zpp.storage.location import ObjectError
+from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.storage.objects.path import ObjectPath
 
 _PART_BYTES = 16 << 20  # at least 5 MiB, by S3's rule

@@ -12,9 +12,9 @@ from torch import Tensor
 from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.checkpoint.read_back import NotReadBack, read_back
 from megatron_zpp.checkpoint.snapshot import Snapshot, writing_thread
 from megatron_zpp.checkpoint.states import describe_state, shards_of
+from megatron_zpp.checkpoint.together import NotReadBack, read_back
 from megatron_zpp.checkpoint.write import SaveFailed, write_checkpoint
 from megatron_zpp.distributed.exchange import Exchange, NoProgress
 from megatron_zpp.storage.checksums import Checksums, OnProgress

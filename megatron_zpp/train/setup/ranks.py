@@ -20,7 +20,8 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import tell
 from megatron_zpp.reporting.slow_work import slow_work
 from megatron_zpp.storage.lease import SECONDS, Held, Lease
-from megatron_zpp.storage.location import ObjectError, location
+from megatron_zpp.storage.location import location
+from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.supervision.heartbeat import heartbeat, is_of_a_collective
 from megatron_zpp.supervision.preflight import preflight

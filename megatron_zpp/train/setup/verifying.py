@@ -5,8 +5,8 @@ from functools import partial
 
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.together import read_together
+from megatron_zpp.data.indexed import verify_tokens
 from megatron_zpp.data.open import Splits
-from megatron_zpp.data.verify import verify_tokens
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.checksums import DamagedFile
 

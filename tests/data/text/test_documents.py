@@ -22,8 +22,7 @@ from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.loader import MicroBatches
-from megatron_zpp.data.text.group_order import GroupOrder
-from megatron_zpp.data.text.samples import TextDataset, text_samples
+from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.tokenizer import build_tokenizer
 from tests.data.text.conftest import EOD, documents_of, json_lines, opened, with_ends
 from tests.support import refusal
@@ -83,7 +82,7 @@ def test_a_bad_line_is_named(documents: list[list[int]], tmp_path: Path, ending:
     path = tmp_path / f"x.{ending}"
     path.write_bytes(gzip.compress(b"".join(lines)) if ending.endswith(".gz") else b"".join(lines))
     text = opened(str(path), num_workers=workers)
-    said = refusal(text_samples, "train", text, (0, text.source.blocks), 8, 1, None)
+    said = refusal(TextDataset, "train", text, (0, text.source.blocks), 8, 1, None)
     assert re.search(r"x\.jsonl\S* line 310: malformed line: a JSON array, not an object; .*; ", said)
     assert "worker" not in said
 
@@ -109,7 +108,7 @@ def test_unusable_text_is_an_error(tmp_path: Path) -> None:
     for name, tokens in (("blank", 0), ("ok", 3)):
         text = opened(str(tmp_path / f"{name}.jsonl"))
         with pytest.raises(ValueError, match=rf"--seq-length 3: one sample needs 4 .* has {tokens}; "):
-            text_samples("train", text, (0, text.source.blocks), 3, 1, 1)
+            TextDataset("train", text, (0, text.source.blocks), 3, 1, 1)
 
 
 @pytest.mark.parametrize(("ending", "workers"), [("jsonl", 1), ("jsonl.gz", 0)])
@@ -121,7 +120,8 @@ def test_text_or_cache_that_vanishes_under_a_run_ends_it_with_a_line(
 
     def error_after(remove: Callable[[], object]) -> str:
         text = opened(str(path), data_cache_path=str(tmp_path / "cache"), num_workers=workers)
-        samples = TextDataset("train", text, GroupOrder(0, text.source.blocks, 4, 1), 8)
+        text.source.group = 4  # of several groups the constructor tokenises none
+        samples = TextDataset("train", text, (0, text.source.blocks), 8, 1, 0)
         remove()
         with MicroBatches(samples, BatchSchedule(1, 1, 1), rank=0, num_workers=workers) as batches:
             return refusal(next, iter(batches))

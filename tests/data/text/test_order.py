@@ -14,7 +14,7 @@ from megatron_zpp.config.data import DataConfig
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.samples import Samples
-from megatron_zpp.data.text.samples import TextDataset, text_samples
+from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from tests.data.format_by_hand import write_by_hand
 from tests.data.text.conftest import NULL, NotingEncoder, json_lines, open_run, opened
@@ -26,7 +26,7 @@ def samples_of(path: str, **settings) -> TextDataset:
     """Open a whole text with smaller groups than in a run."""
     text = opened(path, **settings)
     text.source.group = GROUP
-    return text_samples("train", text, (0, text.source.blocks), S, 7, 0)
+    return TextDataset("train", text, (0, text.source.blocks), S, 7, 0)
 
 
 def steps(samples: Samples, world: int, *, consumed: int = 0, end: int, num_workers: int) -> list[list[int]]:
@@ -183,10 +183,10 @@ def test_workers_tokenise_each_block_once_and_the_training_process_none(text: st
     opened_text = opened(text, num_workers=2)
     opened_text._build = partial(NotingEncoder, tmp_path / "notes", NULL, ("text",), False)
     opened_text.source.group = GROUP
-    valid = text_samples("valid", opened_text, (100, opened_text.source.blocks), S, 7, 50)
+    valid = TextDataset("valid", opened_text, (100, opened_text.source.blocks), S, 7, 50)
     valid.batch(np.arange(50))
     valid.batch(np.arange(1500))  # more than was prepared
-    train = text_samples("train", opened_text, (0, 100), S, 7, 1)
+    train = TextDataset("train", opened_text, (0, 100), S, 7, 1)
     steps(train, 2, end=12 * 150, num_workers=2)
     processes = (tmp_path / "notes").read_text().split()
     assert len(processes) <= opened_text.source.blocks

@@ -12,8 +12,7 @@ import pytest
 
 from megatron_zpp.data.dataset_progress import DatasetProgress
 from megatron_zpp.data.resume import changed_shard
-from megatron_zpp.data.text.group_order import GroupOrder
-from megatron_zpp.data.text.shards.order import ShardOrder
+from megatron_zpp.data.text.order import GroupOrder, ShardOrder
 from tests.data.text.conftest import json_lines
 from tests.data.text.test_blends import resumed
 from tests.data.text.test_order import samples_of, steps

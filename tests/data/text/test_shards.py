@@ -18,10 +18,10 @@ import pytest
 import zstandard
 
 from megatron_zpp.data.corpus.compression import lines_by_chunk
-from megatron_zpp.data.text.samples import text_samples
+from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.data.text.shards import parquet as parquet_shards
 from megatron_zpp.data.text.shards.text import ShardedText, _bytes_of_block, open_shards
-from megatron_zpp.data.text.sources import fingerprint_of
+from megatron_zpp.data.text.sources import TextSource
 from tests.data.text.conftest import EOD, documents_of, json_lines, opened, with_ends
 from tests.support import flipped, nightly, refusal
 
@@ -108,7 +108,7 @@ def test_the_first_sample_needs_a_fraction_of_the_bytes(
         lambda path, buffering=-1: io.BufferedReader(CountingFile(path)) if buffering else CountingFile(path),
     )
     text = opened(pattern, data_cache_path=str(tmp_path / "cache"))
-    text_samples("train", text, (0, text.source.blocks), 64, 7, 1).batch(np.arange(4))
+    TextDataset("train", text, (0, text.source.blocks), 64, 7, 1).batch(np.arange(4))
     assert 0.1 * total < CountingFile.count < 0.4 * total
     assert (text.counts(np.arange(text.source.blocks)) >= 0).mean() < 0.15
 
@@ -116,7 +116,7 @@ def test_the_first_sample_needs_a_fraction_of_the_bytes(
 def test_what_is_open_and_in_memory_is_bounded(tmp_path: Path) -> None:
     text = opened(write_shards(tmp_path / "shards", "parquet", random_documents(2_000), 40))
     text.source.group = 16
-    samples, files = text_samples("train", text, (0, text.source.blocks), 64, 7, 1), 0
+    samples, files = TextDataset("train", text, (0, text.source.blocks), 64, 7, 1), 0
     for first in range(0, 3000, 75):
         samples.batch(np.arange(first, first + 25))
         names = [os.path.realpath(entry.path) for entry in os.scandir("/proc/self/fd")]
@@ -183,7 +183,7 @@ def test_tokens_cached_before_bytes_were_decoded_are_not_used(tmp_path: Path) ->
     assert set(source("strings", pa.large_string()).made_of) == keys
     assert set(of_bytes.made_of) > keys
     before = {key: value for key, value in of_bytes.made_of.items() if key in keys}
-    assert fingerprint_of(of_bytes) == fingerprint_of(SimpleNamespace(made_of=before))
+    assert of_bytes.fingerprint() == TextSource.fingerprint(SimpleNamespace(made_of=before))
 
 
 def test_a_bad_line_of_a_shard_is_named(documents: list[list[int]], tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_bad_line_of_a_shard_is_named(documents: list[list[int]], tmp_path: Pa
     lines[33] = b'{"text": \n'
     (tmp_path / "02.jsonl.gz").write_bytes(gzip.compress(b"".join(lines)))
     text = opened(pattern, num_workers=1)
-    said = refusal(text_samples, "train", text, (0, text.source.blocks), 8, 1, None)
+    said = refusal(TextDataset, "train", text, (0, text.source.blocks), 8, 1, None)
     assert "02.jsonl.gz line 34: malformed line: not JSON" in said
     (tmp_path / "plain.jsonl").write_bytes(b"".join(lines))
     with pytest.raises(ValueError, match=r"plain\.jsonl line 34: malformed line"):
@@ -268,7 +268,7 @@ def test_remote_shards(documents: list[list[int]], tmp_path: Path, monkeypatch: 
     lines = b"".join(map(opened_urls().read, range(source.blocks))).splitlines()
     assert [json.loads(line)["text"] for line in lines] == [" ".join(map(str, ids)) for ids in documents]
     assert len(read) == len(urls) == 7
-    assert [record.name for record in source.shard_records()] == urls
+    assert [record.name for record in source.shards()] == urls
     (kept,) = (tmp_path / "cache").glob("*.rows.json")
     content = kept.read_text()
     kept.write_text("[[")
@@ -282,7 +282,7 @@ def test_remote_shards(documents: list[list[int]], tmp_path: Path, monkeypatch: 
             opened_urls().read(0)
     another = urls[3].removeprefix("memory:/")
     files.pipe(another, files.cat(another))
-    pairs = zip(source.shard_records(), opened_urls().shard_records(), strict=True)
+    pairs = zip(source.shards(), opened_urls().shards(), strict=True)
     assert [old == new for old, new in pairs] == [number != 3 for number in range(7)]
 
 

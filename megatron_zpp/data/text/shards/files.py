@@ -107,15 +107,15 @@ class Shard(ABC):
 
 def examine_files(flag: str, paths: Sequence[str]) -> list[ShardFile]:
     """Return the files of all paths. Raises ValueError for one that cannot be read."""
+
+    def examine(path: str) -> ShardFile:
+        try:
+            return _examine_remote(path) if _is_url(path) else _examine_local(path)
+        except OSError as error:
+            raise option_error(flag, path, f"{one_line(error)}; name files that can be read") from None
+
     with ThreadPoolExecutor(THREADS) as threads:
-        return list(threads.map(lambda path: _examine(flag, path), paths))
-
-
-def _examine(flag: str, path: str) -> ShardFile:
-    try:
-        return _examine_remote(path) if _is_url(path) else _examine_local(path)
-    except OSError as error:
-        raise option_error(flag, path, f"{one_line(error)}; name files that can be read") from None
+        return list(threads.map(examine, paths))
 
 
 def _examine_local(path: str) -> ShardFile:

@@ -15,9 +15,9 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.values.text import PARQUET, SUFFIXES
 from megatron_zpp.config.words import counted
 from megatron_zpp.data.samples import ShardRecord
+from megatron_zpp.data.text.order import ShardOrder
 from megatron_zpp.data.text.shards.files import Shard, examine_files
 from megatron_zpp.data.text.shards.json_lines import CompressedShard, JsonLinesShard
-from megatron_zpp.data.text.shards.order import ShardOrder
 from megatron_zpp.data.text.shards.parquet import ParquetShard, read_indexes
 from megatron_zpp.data.text.sources import TextSource
 
@@ -69,7 +69,7 @@ class ShardedText(TextSource):
         group = max(self.group, -(-least // self._block_bytes))
         return ShardOrder(first, last, group, seed, stretches=self.stretches)
 
-    def shard_records(self) -> tuple[ShardRecord, ...]:
+    def shards(self) -> tuple[ShardRecord, ...]:
         return tuple(shard.file.record() for shard in self._shards)
 
     def read(self, block: int) -> bytes:
