@@ -1,6 +1,7 @@
 """`Run`, what one run is made of, and the builder that finds out where it starts."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.data.open import Splits, seed_of
@@ -8,7 +9,7 @@ from megatron_zpp.data.resume import resume_data
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.train.inputs import RunInputs, open_data
-from megatron_zpp.train.resume.start import start_of
+from megatron_zpp.train.resume.start import Start, named
 from megatron_zpp.train.setup.ranks import Ranks
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -36,15 +37,19 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     them, DamagedFile if --verify-data finds damage.
     """
     config, splits, lines = inputs.config, inputs.splits, list(ranks.lines)
+    exchange_for = partial(Exchange, ranks.store, ranks.topology, config.distributed.timeout)
     if config.data.verify_data:
         from megatron_zpp.train.setup.verifying import verify_data
 
         ranks.activity.now("verifying data", patient=True)
-        exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "verify-data")
-        lines.append(verify_data(splits, exchange))
+        lines.append(verify_data(splits, exchange_for("verify-data")))
     ranks.activity.now("loading", patient=True)
-    loaded = start_of(config, engine, inputs.tokenizer, ranks.store, inputs.schedule)
-    progress = loaded.progress
+    loaded = Start()
+    if config.checkpoint.load is not None:
+        from megatron_zpp.train.resume.restore import restore
+
+        loaded = restore(config, engine, inputs.tokenizer, ranks.store, inputs.schedule)
+    progress = named(loaded.progress, config.checkpoint, exchange_for("run"))
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)
     assert splits.train is not None  # every run trains
