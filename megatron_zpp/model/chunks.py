@@ -9,16 +9,13 @@ Shapes: N rows, each the hidden state of a token of this rank; D hidden size.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.layer import Half
-
-if TYPE_CHECKING:
-    from megatron_zpp.model.layer import Layer
+from megatron_zpp.model.layer import Half, Layer
 
 _MULTIPLE = 16  # rows of which 8-bit products take multiples
 
@@ -37,8 +34,8 @@ def chunk_shape(hidden: tuple[int, ...], chunks: int) -> tuple[int, ...]:
 class ChunkedHalf(Half):
     """The half of the MLP in `chunks` chunks of rows; what computes one may be compiled."""
 
-    def __init__(self, layer: "Layer", part: Literal["mlp"], multiplier: float, chunks: int) -> None:
-        super().__init__(layer, part, multiplier)
+    def __init__(self, layer: Layer, chunks: int) -> None:
+        super().__init__(layer, "mlp", layer.halves[1].multiplier)
         self.chunks = chunks
 
     def forward(self, x: Tensor) -> Tensor:

@@ -232,6 +232,8 @@ class Layer(nn.Module):
     The halves are in a tuple, so that each of their modules has one name, the one in the layer.
     """
 
+    mlp_chunks = 1  # of which a ChunkedHalf computes the second half
+
     def __init__(
         self,
         config: ModelConfig,
@@ -239,7 +241,6 @@ class Layer(nn.Module):
         *,
         recompute_scores: bool,
         cut: bool,
-        mlp_chunks: int = 1,
     ) -> None:
         super().__init__()
         before, after = (config.norm_placement in (place, "both") for place in ("before", "after"))
@@ -252,11 +253,6 @@ class Layer(nn.Module):
         self.mlp_output_norm = norm_of(config, hidden) if after else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.halves, self.cut = (Half(self, "attention", multiplier), Half(self, "mlp", multiplier)), cut
-        self.mlp_in_chunks = mlp_chunks > 1
-        if self.mlp_in_chunks:
-            from megatron_zpp.model.chunks import ChunkedHalf
-
-            self.halves = (self.halves[0], ChunkedHalf(self, "mlp", multiplier, mlp_chunks))
         self.compute = Layer.run  # or a compiled one; hooks on this module stay outside of the graph
 
     def forward(
@@ -280,7 +276,7 @@ class Layer(nn.Module):
     @property
     def in_halves(self) -> bool:
         """Whether one graph cannot compute the layer, because something happens between its halves."""
-        return self.cut or self.mlp_in_chunks
+        return self.cut or self.mlp_chunks > 1
 
     @property
     def compiled(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.chunks import chunk_shape
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.layer import Half, Layer
 from megatron_zpp.model.masks import Mask
@@ -76,7 +77,7 @@ def compile_parts(
     # Layers with the same window and positions have one graph.
     kinds = list(zip(model.windows, model.config.layers_with_rope, strict=True))
     runs = {kind: graph(run, is_usual, _Backend(backend, say), whole) for kind in set(kinds)}
-    rows = _rows_of_an_mlp(first, hidden)
+    rows = hidden if first.mlp_chunks == 1 else chunk_shape(hidden, first.mlp_chunks)
     run_mlp = graph(Half.run, lambda x: x.shape == rows, _Backend(backend, say), True)
     for layer, kind in zip(model.layers, kinds, strict=True):
         if layer.in_halves:
@@ -85,17 +86,6 @@ def compile_parts(
         else:
             layer.compute = runs[kind]
     model.head.compile_loss(partial(torch.compile, backend=backend, fullgraph=True, dynamic=False), passes)
-
-
-def _rows_of_an_mlp(layer: Layer, hidden: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what an MLP computes at a time, of hidden states of this shape."""
-    if not layer.mlp_in_chunks:
-        return hidden
-    from megatron_zpp.model.chunks import ChunkedHalf, chunk_shape
-
-    mlp = layer.halves[1]
-    assert isinstance(mlp, ChunkedHalf)
-    return chunk_shape(hidden, mlp.chunks)
 
 
 def _graph(
