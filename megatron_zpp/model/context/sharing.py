@@ -58,8 +58,8 @@ def exchanges_of_attention(
     heads, width, found = config.num_attention_heads // tensor_ranks, config.kv_channels, []
     for window in config.layer_windows:
         groups = config.num_query_groups // tensor_ranks
-        forward, backward = kernel.sent(heads, groups, width, config.seq_length, window)
-        found.append((forward, backward + (forward - kernel.sent_behind(heads, width)) * selective))
+        forward, backward, behind = kernel.sent(heads, groups, width, config.seq_length, window)
+        found.append((forward, backward + (forward - behind) * selective))
     return found
 
 
