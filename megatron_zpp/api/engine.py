@@ -20,9 +20,8 @@ from megatron_zpp.api.checks import (
     check_rule,
     check_units,
     check_values,
-    modules_with_extra_state,
 )
-from megatron_zpp.api.defaults import OwnValues, layer_matrices, take_values_of_rank_0, units_of
+from megatron_zpp.api.defaults import layer_matrices, own_values, take_values_of_rank_0, units_of
 from megatron_zpp.api.passes import (
     MicroBatchOrder,
     UnitOrder,
@@ -144,7 +143,7 @@ class ZeroEngine(engine.ZeroEngine):
         check_matrices(listed, matrices, config.optimizer, decoupled=decoupled)
         names = names_of(model, listed)
         if initialize is None:
-            initialize = OwnValues(model, names, take_values_of_rank_0(model, mesh, device))
+            initialize = own_values(model, names, take_values_of_rank_0(model, mesh, device))
         if operations is None and (
             config.zero.quantizes or config.optimizer.compact or device.type == "cuda"
         ):
@@ -169,7 +168,8 @@ class ZeroEngine(engine.ZeroEngine):
             matrices=matrices,
             inside_nodes=inside_nodes,
         )
-        if unsaved := modules_with_extra_state(model) if mesh.rank == 0 else []:
+        modules, plain = model.named_modules() if mesh.rank == 0 else (), nn.Module.get_extra_state
+        if unsaved := [name for name, module in modules if type(module).get_extra_state is not plain]:
             say(f" states of get_extra_state that no checkpoint has: {', '.join(unsaved)}")
         shapes = {each.name: each.shape for unit in self.units for each in unit.layout.placements}
         self._names = {
