@@ -106,7 +106,11 @@ class _Backward(torch.autograd.Function):
         half, size, needed = ctx.half, ctx.size, ctx.needs_input_grad
         trained = [one for one in half.parameters() if one.requires_grad]
         of_x, sums = x.new_empty(x.shape), list[Tensor]()
-        with _drawing_again(ctx.state, x.device):
+        with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=ctx.state is not None):
+            if ctx.state is not None and x.is_cuda:  # draw again what the forward drew
+                torch.cuda.set_rng_state(ctx.state, x.device)
+            elif ctx.state is not None:
+                torch.set_rng_state(ctx.state)
             for own, of_out, of_part in half.in_chunks(size, x, gradient, of_x):
                 part = own.detach().requires_grad_()
                 with _of_its_own():
@@ -126,21 +130,5 @@ class _Backward(torch.autograd.Function):
 @contextmanager
 def _of_its_own() -> Iterator[None]:
     """Record what a chunk saves, unseen by those who recompute or offload what layers save."""
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-        yield
-
-
-def _as_it_is(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-@contextmanager
-def _drawing_again(state: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Draw from `state` on inside this context, unless it is None."""
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng([device] if on_gpu else [], enabled=state is not None):
-        if state is not None and on_gpu:
-            torch.cuda.set_rng_state(state, device)
-        elif state is not None:
-            torch.set_rng_state(state)
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         yield

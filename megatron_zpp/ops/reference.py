@@ -47,7 +47,9 @@ def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int
                 first = row * n + here.start
                 elements = slice(first, first + here.stop - here.start)
                 x = _sum_of(message[None], format, count * n, elements)
-                output[group * count + row, here] = _to_dtype(x, output.dtype)
+                if output.dtype == torch.float16:  # finite numbers saturate, infinity does not
+                    x = torch.where(x.isinf(), x, x.clamp(-_FP16_MAX, _FP16_MAX))
+                output[group * count + row, here] = x.to(output.dtype)
 
 
 def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
@@ -205,10 +207,3 @@ def _decode_blocks(codes: Tensor, stored: Tensor, format: QuantFormat) -> Tensor
         halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(torch.int8)
         numbers = ((halves ^ 8) - 8).float()
     return numbers * stored.float()[:, None]
-
-
-def _to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to nearest even in fp32, bf16 or fp16; finite numbers saturate in fp16, infinity does not."""
-    if dtype == torch.float16:
-        x = torch.where(x.isinf(), x, x.clamp(-_FP16_MAX, _FP16_MAX))
-    return x.to(dtype)

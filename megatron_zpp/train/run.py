@@ -1,5 +1,6 @@
 """`Run`, what one run is made of, and the builder that finds out where it starts."""
 
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -8,6 +9,7 @@ from megatron_zpp.data.open import Splits, seed_of
 from megatron_zpp.data.resume import resume_data
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
+from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.train.inputs import RunInputs, open_data
 from megatron_zpp.train.resume.start import Start, named
 from megatron_zpp.train.setup.ranks import Ranks
@@ -39,10 +41,8 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     config, splits, lines = inputs.config, inputs.splits, list(ranks.lines)
     exchange_for = partial(Exchange, ranks.store, ranks.topology, config.distributed.timeout)
     if config.data.verify_data:
-        from megatron_zpp.train.setup.verifying import verify_data
-
         ranks.activity.now("verifying data", patient=True)
-        lines.append(verify_data(splits, exchange_for("verify-data")))
+        lines.append(_verified(splits, exchange_for("verify-data")))
     ranks.activity.now("loading", patient=True)
     loaded = Start()
     if config.checkpoint.load is not None:
@@ -83,6 +83,25 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         reporter=reporter,
         lines=(*lines, *loaded.lines, *resumed.lines, *epochs),
     )
+
+
+def _verified(splits: Splits, exchange: Exchange) -> str:
+    """Read every .bin, one part per rank, and return a line for the log; every rank must call it.
+
+    Raises DamagedFile on every rank if any rank finds damage, ValueError if any cannot read or makes no
+    progress.
+    """
+    from megatron_zpp.checkpoint.file_worker import FileWorker
+    from megatron_zpp.checkpoint.together import read_together
+    from megatron_zpp.data.verify import verify_tokens
+
+    started, topology = time.perf_counter(), exchange.topology
+    verify = partial(verify_tokens, splits.files, topology.rank, topology.world_size)
+    _, problem = read_together(verify, exchange, FileWorker(), "--verify-data", "(given)")
+    if problem:
+        raise DamagedFile(problem)
+    size = sum(data.tokens.nbytes for data in splits.files)
+    return f" verified {size:,} bytes of tokens in {time.perf_counter() - started:.1f} s"
 
 
 def _in_its_order(inputs: RunInputs, progress: Progress, lines: list[str]) -> tuple[Splits, Progress]:
