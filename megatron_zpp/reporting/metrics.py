@@ -5,6 +5,7 @@ import resource
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,8 +148,7 @@ def memory_record(device: torch.device) -> Record:
     if device.type == "cuda":
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     else:
-        with open("/proc/self/statm") as statm:
-            allocated = int(statm.read().split()[1]) * resource.getpagesize()
+        allocated = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"memory_allocated_bytes": allocated, "memory_peak_bytes": peak}
 

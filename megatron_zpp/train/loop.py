@@ -14,7 +14,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.steps.evaluation import evaluate, own_share
-from megatron_zpp.train.steps.log_head import head_lines, plan_lines
+from megatron_zpp.train.steps.log_head import head_lines
 from megatron_zpp.train.steps.skips import SkipFlag
 from megatron_zpp.train.steps.step_log import StepLog
 from megatron_zpp.train.steps.stopping import Ending, Stop, StopConditions
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> Ending:
     """Log how the run came about and train to its end; every rank must call it, once."""
-    vocab_size, reporter = run.tokenizer["vocab_size"], run.reporter
+    reporter = run.reporter
     with reporter, run.ranks.errors_told():
-        head = head_lines(run.config, vocab_size, run.engine, run.splits)
-        plan = plan_lines(run.config, vocab_size, run.engine)
-        for line in (*head, *plan, *run.lines):
+        for line in (*head_lines(run), *run.lines):
             reporter.say(line)
         if run.start.iteration >= run.schedule.iterations:
             reporter.say(
