@@ -27,7 +27,7 @@ from megatron_zpp.model.shape import LinearShape, layer_shape
 
 Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm  # or apex's, with the same parameters and attributes
 # Keeps keys and values of new tokens (B, T, G, H), and returns those of all columns of a cache (B, C, G, H)
-Cache: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+KVCache: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 
 
@@ -102,7 +102,7 @@ class Attention(nn.Module):
         self.softmax_type = config.softmax_type
         self.sinks = nn.Parameter(torch.zeros(shape.sinks)) if shape.sinks else None
 
-    def forward(self, x: Tensor, mask: Mask, rotation: Rotation, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); a `cache` comes with its mask."""
         q, k, v = self.split(x, rotation)  # (B, T, N, H), and twice (B, T, G, H)
         if cache is not None:
@@ -259,12 +259,12 @@ class Layer(nn.Module):
         x: Tensor,
         mask: Mask = CAUSAL,
         rotation: Rotation = UNROTATED,
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); generation passes a cache of keys and values, and its mask."""
         return self.compute(self, x, mask, rotation, cache)
 
-    def run(self, x: Tensor, mask: Mask, rotation: Rotation, cache: Cache | None = None) -> Tensor:
+    def run(self, x: Tensor, mask: Mask, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
         attention, mlp = self.halves
         return mlp(attention(x, mask, rotation, cache))
 

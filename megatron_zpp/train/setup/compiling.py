@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.chunks import chunk_shape
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layer import Cache, Half, Layer
+from megatron_zpp.model.layer import Half, KVCache, Layer
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.model.rotary import Rotation
@@ -69,7 +69,7 @@ def compile_parts(
     first = model.layers[0]
     run = Half.run if first.in_halves else Layer.run
 
-    def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: Cache | None) -> bool:
+    def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: KVCache | None) -> bool:
         return x.shape == hidden and mask.documents == masked and cache is None
 
     # Layers with the same window and positions have one graph.
