@@ -126,7 +126,16 @@ class Trainer:
         if self.progress.iteration == 0:
             self._evaluate("valid")
         first = self.progress.iteration + 1
-        with self._batches() as loader:
+        assert self._splits.train is not None  # every run trains
+        with MicroBatches(
+            self._splits.train,
+            self._schedule.batches,
+            rank=self._engine.mesh.data_rank,
+            consumed=self.progress.consumed_samples,
+            end=self._schedule.samples,
+            num_workers=self._config.data.num_workers,
+            pin_memory=self._engine.device.type == "cuda",
+        ) as loader:
             batches = iter(loader)
             while self.progress.iteration < self._schedule.iterations:
                 self._log.watch.resume()
@@ -159,18 +168,6 @@ class Trainer:
         if self._saver is not None:
             self._activity.now("waits for the last save", patient=True)
             self._saver.finish()
-
-    def _batches(self) -> MicroBatches:
-        assert self._splits.train is not None  # every run trains
-        return MicroBatches(
-            self._splits.train,
-            self._schedule.batches,
-            rank=self._engine.mesh.data_rank,
-            consumed=self.progress.consumed_samples,
-            end=self._schedule.samples,
-            num_workers=self._config.data.num_workers,
-            pin_memory=self._engine.device.type == "cuda",
-        )
 
     def _step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next global batch."""

@@ -32,11 +32,6 @@ from megatron_zpp.train.resume.start import Start
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
 
-_SCHEDULE_GOES_ON = (
-    " --no-load-optim: the learning rate continues its schedule, and the moments start at zero; --finetune "
-    "restarts schedule and iteration"
-)
-
 
 def restore(
     config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store, schedule: RunSchedule
@@ -105,7 +100,8 @@ def _load(
             changes += residual_changes(kinds, engine.states.kinds)
             changes += row_scaling_changes(saved, present)
         else:
-            changes += [_SCHEDULE_GOES_ON]
+            continues = "the learning rate continues its schedule, and the moments start at zero"
+            changes += [f" --no-load-optim: {continues}; --finetune restarts schedule and iteration"]
     without = "" if with_optimizer else " without the optimizer's state"
     line = (
         f" loaded {path}{without}; resuming at iteration {progress.iteration}, "
