@@ -72,8 +72,8 @@ class AttentionKernel:
     ) -> tuple[int, int, int]:
         """Return the elements that a forward and a backward send to context ranks, per token of this one.
 
-        For samples of `tokens`, in a layer with the `window`. The last number is of those of a forward that
-        it sends behind all that its backward needs.
+        For samples of `tokens`, in a layer with the `window`. The third number is that of elements which the
+        forward sends behind all that its backward needs.
         """
         return 0, 0, 0
 

@@ -105,7 +105,7 @@ class Ring(AttentionKernel):
             return Seen(self._first_seen(x, window, ends))
         if window is None and not self._flex:
             return None
-        key = *x.shape[:2], window, x.device  # made once
+        key = *x.shape[:2], window, x.device  # for each of which it is made once
         if key not in self._known:
             with torch.inference_mode(False):  # a graph may keep it for a backward
                 self._known[key] = Seen(self._first_seen(x, window).contiguous())
