@@ -146,12 +146,6 @@ def check_units(model: nn.Module, units: Sequence[Any]) -> None:
                 )
 
 
-def modules_with_extra_state(model: nn.Module) -> list[str]:
-    """The names of modules with a state that is neither a parameter nor a buffer."""
-    plain = nn.Module.get_extra_state
-    return [name for name, module in model.named_modules() if type(module).get_extra_state is not plain]
-
-
 def check_rule(rule: Any) -> None:
     """Raise ValueError unless `rule` has what an UpdateRule has, and states with names of their own."""
     shown = rule.__name__ if isinstance(rule, type) else type(rule).__name__

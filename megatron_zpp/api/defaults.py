@@ -2,6 +2,8 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 from megatron_zpp.api.whole import Name, from_rank_0
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.zero.build import Initialize
 from megatron_zpp.zero.reads import inside, key_of
 
 
@@ -19,12 +22,8 @@ def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ModuleList, and of others as long; the modules beside it; and around them the model itself, with the
     parameters that only its own forward can read.
     """
-    listed = getattr(model, "units", None)
-    return list(listed() if callable(listed) else _default_units(model))
-
-
-def _default_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The units of a model without `units()`."""
+    if callable(listed := getattr(model, "units", None)):
+        return list(listed())
     layers = {id(each) for each in _longest(model)}
     found = list(_walk("", model, layers))
     owners: dict[int, set[tuple[int, ...]]] = {}  # by parameter: the modules that have it
@@ -42,9 +41,8 @@ def _default_units(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     ]
     covered = {id(part) for _, module in alone for part in module.modules()}
     rest = (module for module in model.modules() if id(module) not in covered)
-    if any(next(module.parameters(recurse=False), None) is not None for module in rest):
-        yield "", model
-    yield from alone
+    around = any(next(module.parameters(recurse=False), None) is not None for module in rest)
+    return [("", model), *alone] if around else alone
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -90,59 +88,58 @@ def _walk(path: str, module: nn.Module, layers: set[int]) -> Iterator[tuple[str,
             yield place, child
 
 
-class OwnValues:
-    """Fills parameters and buffers with what the model has: `initialize` of an engine.
+def own_values(model: nn.Module, names: Mapping[str, Name], seed: int) -> Initialize:
+    """What fills parameters and buffers, in place, with what the model has: `initialize` of an engine.
 
-    A tensor that is on the meta device, without values, gets those of its module's `reset_parameters`. They
-    follow from `seed` and the module's path alone.
+    `names` has the parameters' names in their units. A tensor that is on the meta device, without values,
+    gets those of its module's `reset_parameters`. They follow from `seed` and the module's path alone. What
+    is returned raises ValueError, which names the tensor, if nothing says its values.
     """
+    paths = {each.own: each.path for each in reversed(list(names.values()))}
+    values: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    values |= dict(model.named_buffers(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
 
-    def __init__(self, model: nn.Module, names: Mapping[str, Name], seed: int) -> None:
-        """`names` has the parameters' names in their units."""
-        self._seed, self._paths = seed, {each.own: each.path for each in reversed(list(names.values()))}
-        self._values: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        self._values |= dict(model.named_buffers(remove_duplicate=False))
-        self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._newest: tuple[str, dict[str, Tensor]] | None = None
+    @lru_cache(maxsize=1)  # tensors of one module come one after another
+    def filled(path: str, device: torch.device) -> dict[str, Tensor]:
+        return _reset(modules[path], path, values, seed, device)
 
-    def __call__(self, name: str, tensor: Tensor) -> None:
-        """Fill a tensor, in place. Raises ValueError, which names it, if nothing says its values."""
-        path = self._paths.get(name, name)
-        value = self._values[path]
+    def fill(name: str, tensor: Tensor) -> None:
+        value = values[paths.get(name, name)]
         if value.is_meta:
-            path, _, key = path.rpartition(".")
-            if self._newest is None or self._newest[0] != path:
-                self._newest = path, self._reset(path, name, tensor.device)
-            if key not in self._newest[1]:
-                raise _without_values(
-                    name, f"reset_parameters of {type(self._modules[path]).__name__} leaves"
-                )
-            value = self._newest[1][key]
+            path, _, key = paths.get(name, name).rpartition(".")
+            kind = type(modules[path])
+            if not hasattr(kind, "reset_parameters"):
+                raise _without_values(name, f"{kind.__name__} has no reset_parameters for")
+            if key not in (made := filled(path, tensor.device)):
+                raise _without_values(name, f"reset_parameters of {kind.__name__} leaves")
+            value = made[key]
         tensor.copy_(value.detach())
 
-    def _reset(self, path: str, name: str, device: torch.device) -> dict[str, Tensor]:
-        """What `reset_parameters` fills of a module's own tensors on the meta device, by key."""
-        module = self._modules[path]
-        kind = type(module)
-        if not hasattr(kind, "reset_parameters"):
-            raise _without_values(name, f"{kind.__name__} has no reset_parameters for")
-        copy = object.__new__(kind)
-        copy.__dict__.update(module.__dict__)
-        made: dict[str, Tensor] = {}
-        for kept in ("_parameters", "_buffers"):
-            own = dict(getattr(module, kept))
-            for key in own:
-                value = self._values.get(inside(path, key))
-                if value is not None and value.is_meta:
-                    empty = torch.zeros(value.shape, dtype=value.dtype, device=device)
-                    own[key] = made[key] = nn.Parameter(empty, False) if kept == "_parameters" else empty
-            copy.__dict__[kept] = own
-        versions = {key: tensor._version for key, tensor in made.items()}
-        seed = hashlib.sha256(f"{self._seed}/{path}".encode()).digest()[:8]
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-            torch.manual_seed(int.from_bytes(seed, "big") >> 1)
-            copy.reset_parameters()
-        return {key: tensor for key, tensor in made.items() if tensor._version != versions[key]}
+    return fill
+
+
+def _reset(
+    module: nn.Module, path: str, values: Mapping[str, Tensor], seed: int, device: torch.device
+) -> dict[str, Tensor]:
+    """What `reset_parameters` fills of a module's own tensors on the meta device, by key."""
+    copy: Any = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__)
+    made: dict[str, Tensor] = {}
+    for kept in ("_parameters", "_buffers"):
+        own = dict(getattr(module, kept))
+        for key in own:
+            value = values.get(inside(path, key))
+            if value is not None and value.is_meta:
+                empty = torch.zeros(value.shape, dtype=value.dtype, device=device)
+                own[key] = made[key] = nn.Parameter(empty, False) if kept == "_parameters" else empty
+        copy.__dict__[kept] = own
+    versions = {key: tensor._version for key, tensor in made.items()}
+    digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()[:8]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+        copy.reset_parameters()
+    return {key: tensor for key, tensor in made.items() if tensor._version != versions[key]}
 
 
 def _without_values(name: str, why: str) -> ValueError:

@@ -13,25 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_zpp.api.checks import (
-    check_matrices,
-    check_model,
-    check_ranks,
-    check_rule,
-    check_units,
-    check_values,
-    modules_with_extra_state,
-)
-from megatron_zpp.api.defaults import OwnValues, layer_matrices, take_values_of_rank_0, units_of
-from megatron_zpp.api.passes import (
-    MicroBatchOrder,
-    UnitOrder,
-    check_batch,
-    check_default_dtype,
-    check_equal_buffers,
-    check_loss,
-    check_parameters,
-)
+from megatron_zpp.api import checks, passes
+from megatron_zpp.api.defaults import layer_matrices, own_values, take_values_of_rank_0, units_of
 from megatron_zpp.api.whole import State, load_state, names_of, state_of
 from megatron_zpp.checkpoint.directory import checkpoint_name, remove_old
 from megatron_zpp.checkpoint.file_worker import FileWorker
@@ -117,20 +100,20 @@ class ZeroEngine(engine.ZeroEngine):
     ) -> None:
         mesh = mesh or Topology.from_environment(os.environ).mesh()
         config = config or EngineConfig()
-        check_ranks(mesh)
-        check_default_dtype()
+        checks.check_ranks(mesh)
+        passes.check_default_dtype()
         if device is None:
             on_cpu = dist.is_initialized() and "nccl" not in dist.get_backend()
             device = torch.device("cpu") if on_cpu else select_device("auto", Topology.of(mesh))
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)
-        check_values(model, given=initialize is not None)
+        checks.check_values(model, given=initialize is not None)
         units = units_of(model)
-        check_units(model, units)
+        checks.check_units(model, units)
         if optimizer is not None:
-            check_rule(optimizer)
+            checks.check_rule(optimizer)
         listed = without_inner(units)
-        check_model(
+        checks.check_model(
             model,
             config.zero,
             listed,
@@ -140,10 +123,10 @@ class ZeroEngine(engine.ZeroEngine):
         )
         if matrices is None:
             matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else {}
-        check_matrices(listed, matrices, config.optimizer, decoupled=decoupled)
+        checks.check_matrices(listed, matrices, config.optimizer, decoupled=decoupled)
         names = names_of(model, listed)
         if initialize is None:
-            initialize = OwnValues(model, names, take_values_of_rank_0(model, mesh, device))
+            initialize = own_values(model, names, take_values_of_rank_0(model, mesh, device))
         if operations is None and (
             config.zero.quantizes or config.optimizer.compact or device.type == "cuda"
         ):
@@ -168,14 +151,16 @@ class ZeroEngine(engine.ZeroEngine):
             matrices=matrices,
             inside_nodes=inside_nodes,
         )
-        if unsaved := modules_with_extra_state(model) if mesh.rank == 0 else []:
+        modules, plain = model.named_modules() if mesh.rank == 0 else (), nn.Module.get_extra_state
+        if unsaved := [name for name, module in modules if type(module).get_extra_state is not plain]:
             say(f" states of get_extra_state that no checkpoint has: {', '.join(unsaved)}")
         shapes = {each.name: each.shape for unit in self.units for each in unit.layout.placements}
         self._names = {
             name: each._replace(shape=shapes.get(each.own, each.shape)) for name, each in names.items()
         }
         self._config, self._timeout, self._say = config, timeout or _TIMEOUT, say
-        self._files, self._order, self._unit_order = FileWorker(), MicroBatchOrder(), UnitOrder()
+        self._files, self._unit_order = FileWorker(), passes.UnitOrder()
+        self._order = passes.MicroBatchOrder()
         self._checks_buffers = True  # in the first step, by which a forward has changed those that it changes
 
     def accumulate(
@@ -183,10 +168,10 @@ class ZeroEngine(engine.ZeroEngine):
     ) -> Tensor:
         """See zero/engine.py. Raises ValueError for a micro-batch, batch or loss that no step can count."""
         self._order.check(index, micro_batches, weight, unfinished=self._gradients.unfinished)
-        check_default_dtype()
-        check_parameters(self.units)
+        passes.check_default_dtype()
+        passes.check_parameters(self.units)
         loss = super().accumulate(batch, index=index, micro_batches=micro_batches, weight=weight)
-        check_parameters(self.units)
+        passes.check_parameters(self.units)
         self._order.count()
         return loss
 
@@ -198,20 +183,20 @@ class ZeroEngine(engine.ZeroEngine):
         """
         self._order.check_whole()
         if self._checks_buffers:
-            check_equal_buffers(self.buffers.persistent(), self.mesh.world_size)
+            passes.check_equal_buffers(self.buffers.persistent(), self.mesh.world_size)
             self._checks_buffers = False
         self._unit_order.check()
         result = super().step(learning_rate, decoupled_rate)
-        self._order = MicroBatchOrder()
+        self._order = passes.MicroBatchOrder()
         self._unit_order.note(self._sums.in_order)
         if self.device.type == "cpu":
             self._unit_order.check()
         return result
 
     def _loss(self, batch: engine.Batch) -> Tensor:
-        check_batch(batch)
+        passes.check_batch(batch)
         loss = super()._loss(batch)
-        check_loss(loss)
+        passes.check_loss(loss)
         return loss
 
     def state_dict(self) -> State:

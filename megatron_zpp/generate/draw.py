@@ -45,7 +45,11 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    values, ids = _candidates(logits.double(), sampling)  # (B, K), likeliest first where it matters
+    values, ids = logits.double(), None  # (B, K), likeliest first where it matters; None: ids are indices
+    if 0 < sampling.top_k < values.shape[-1]:
+        values, ids = values.topk(sampling.top_k)
+    elif 0 < sampling.top_p < 1:
+        values, ids = values.sort(descending=True)
     largest = values.max(-1, keepdim=True).values  # however low the temperature, its quotient is 0
     probabilities = torch.softmax((values - largest) / sampling.temperature, dim=-1)
     if 0 < sampling.top_p < 1:
@@ -56,12 +60,3 @@ def draw(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     last = (probabilities > 0).cumsum(-1).argmax(-1, keepdim=True)  # where rounding would lead beyond it
     place = torch.minimum(place, last)
     return (place if ids is None else ids.gather(-1, place))[:, 0]
-
-
-def _candidates(logits: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None]:
-    """The logits to draw from, and their ids; None if each id is the index of its logit."""
-    if 0 < sampling.top_k < logits.shape[-1]:
-        return logits.topk(sampling.top_k)
-    if 0 < sampling.top_p < 1:
-        return logits.sort(descending=True)
-    return logits, None

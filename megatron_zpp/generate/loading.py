@@ -94,14 +94,12 @@ def load_together(
         if found["problem"]:
             raise ValueError(found["problem"])
         loaded, problem, caught = None, None, None
+        path = None if options.is_huggingface else named_checkpoint(location(options.load), found["name"])
         try:
-            if options.is_huggingface:
-                loaded = _read_huggingface(found["name"])
-            else:
-                loaded = _read_model(named_checkpoint(location(options.load), found["name"]))
+            loaded = _read_huggingface(found["name"]) if path is None else _read_model(path)
         except Exception as error:
             problem, caught = one_line(_explained(options.load, error)), error
-        if not options.is_huggingface and _is_removed(options.load, found):
+        if path is not None and (found["marker"] is None or marker_of(path) != found["marker"]):
             problem = _REMOVED
         problems = exchange.all_gather(f"problems/{number}", problem)
         if _REMOVED in problems:
@@ -124,12 +122,6 @@ def _found(options: CheckpointOptions) -> dict[str, str | None]:
         return {"name": path.name, "marker": marker_of(path), "problem": None}
     except (ValueError, OSError) as error:
         return {"problem": one_line(error)}
-
-
-def _is_removed(directory: str, found: dict[str, str]) -> bool:
-    """Whether the checkpoint that rank 0 found has been removed or replaced."""
-    path = named_checkpoint(location(directory), found["name"])
-    return found["marker"] is None or marker_of(path) != found["marker"]
 
 
 def _read_huggingface(name: str) -> tuple[GPT, Tokenizer]:

@@ -69,16 +69,13 @@ class AttentionKernel:
 
     def sent(
         self, heads: int, groups: int, head_width: int, tokens: int, window: int | None
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, int]:
         """Return the elements that a forward and a backward send to context ranks, per token of this one.
 
-        For samples of `tokens`, in a layer with the `window`.
+        For samples of `tokens`, in a layer with the `window`. The third number is that of elements which the
+        forward sends behind all that its backward needs.
         """
-        return 0, 0
-
-    def sent_behind(self, heads: int, head_width: int) -> int:
-        """Return those that a forward sends behind all that its backward needs."""
-        return 0
+        return 0, 0, 0
 
 
 class DotProduct(AttentionKernel):

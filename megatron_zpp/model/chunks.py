@@ -9,16 +9,13 @@ Shapes: N rows, each the hidden state of a token of this rank; D hidden size.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_zpp.model.layer import Half
-
-if TYPE_CHECKING:
-    from megatron_zpp.model.layer import Layer
+from megatron_zpp.model.layer import Half, Layer
 
 _MULTIPLE = 16  # rows of which 8-bit products take multiples
 
@@ -37,8 +34,8 @@ def chunk_shape(hidden: tuple[int, ...], chunks: int) -> tuple[int, ...]:
 class ChunkedHalf(Half):
     """The half of the MLP in `chunks` chunks of rows; what computes one may be compiled."""
 
-    def __init__(self, layer: "Layer", part: Literal["mlp"], multiplier: float, chunks: int) -> None:
-        super().__init__(layer, part, multiplier)
+    def __init__(self, layer: Layer, chunks: int) -> None:
+        super().__init__(layer, "mlp", layer.halves[1].multiplier)
         self.chunks = chunks
 
     def forward(self, x: Tensor) -> Tensor:
@@ -109,7 +106,11 @@ class _Backward(torch.autograd.Function):
         half, size, needed = ctx.half, ctx.size, ctx.needs_input_grad
         trained = [one for one in half.parameters() if one.requires_grad]
         of_x, sums = x.new_empty(x.shape), list[Tensor]()
-        with _drawing_again(ctx.state, x.device):
+        with torch.random.fork_rng([x.device] if x.is_cuda else [], enabled=ctx.state is not None):
+            if ctx.state is not None and x.is_cuda:  # draw again what the forward drew
+                torch.cuda.set_rng_state(ctx.state, x.device)
+            elif ctx.state is not None:
+                torch.set_rng_state(ctx.state)
             for own, of_out, of_part in half.in_chunks(size, x, gradient, of_x):
                 part = own.detach().requires_grad_()
                 with _of_its_own():
@@ -135,15 +136,3 @@ def _of_its_own() -> Iterator[None]:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-@contextmanager
-def _drawing_again(state: Tensor | None, device: torch.device) -> Iterator[None]:
-    """Draw from `state` on inside this context, unless it is None."""
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng([device] if on_gpu else [], enabled=state is not None):
-        if state is not None and on_gpu:
-            torch.cuda.set_rng_state(state, device)
-        elif state is not None:
-            torch.set_rng_state(state)
-        yield

@@ -38,27 +38,26 @@ class Flex(DotProduct):
         return "flex_attention"
 
     def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> BlockMask:
-        """(B, T, …) -> the blocks of keys that each block of queries sees; with documents for each row."""
-        if ends is None:
-            return self._blocks_of_rows(x, window)
-        first = first_seen(_places(x), x.shape[1], window, ends, len(x))
+        """(B, T, …) -> the blocks of keys that each block of queries sees.
 
-        def inside(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (key <= query) & (key >= first[b, query])
+        With documents they are those of each row. Others are made once per length and window.
+        """
+        if ends is not None:
+            first = first_seen(_places(x), x.shape[1], window, ends, len(x))
 
-        return _blocks(first, inside)
+            def inside(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                return (key <= query) & (key >= first[b, query])
 
-    def _blocks_of_rows(self, x: Tensor, window: int | None) -> BlockMask:
-        """Those of all rows, which are made once per length and window."""
+            return _blocks(first, inside)
         key = x.shape[1], window, x.device
         if key not in self._known:
             with torch.inference_mode(False):  # a graph may keep them for a backward
-                (first,) = first_seen(_places(x), x.shape[1], window)
+                (of_row,) = first_seen(_places(x), x.shape[1], window)
 
                 def near(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                    return (key <= query) & (key >= first[query])  # no number, which is compiled anew
+                    return (key <= query) & (key >= of_row[query])  # no number, which is compiled anew
 
-                self._known[key] = _blocks(first[None], near)
+                self._known[key] = _blocks(of_row[None], near)
         return self._known[key]
 
     def __call__(

@@ -161,11 +161,15 @@ class GPT(nn.Module):
                 self.attention,
                 recompute_scores=selective,
                 cut=cut_layers,
-                mlp_chunks=self.recompute.mlp_chunks_for_training,
             )
             for _ in range(config.num_layers)
         )
         self.layers = cast(Sequence[Layer], layers)
+        if (chunks := self.recompute.mlp_chunks_for_training) > 1:
+            from megatron_zpp.model.chunks import ChunkedHalf
+
+            for layer in self.layers:
+                layer.mlp_chunks, layer.halves = chunks, (layer.halves[0], ChunkedHalf(layer, chunks))
         output = None if self.tied else nn.Linear(config.hidden_size, padded, bias=False)
         norm = norm_of(config, config.hidden_size, of_sums=True)
         objective = Objective(self.vocab_size, config.final_logit_softcapping)

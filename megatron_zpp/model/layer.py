@@ -9,9 +9,9 @@ Runs replace modules of a layer, whose names stay: linear maps by those of 8-bit
 kernels (model/fused/blocks.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,9 @@ from megatron_zpp.model.rotary import UNROTATED, Rotation
 from megatron_zpp.model.scores import Scores, alibi_slopes
 from megatron_zpp.model.shape import LinearShape, layer_shape
 
-if TYPE_CHECKING:
-    from megatron_zpp.model.kv_cache import LayerCache
-
 Norm: TypeAlias = nn.LayerNorm | nn.RMSNorm  # or apex's, with the same parameters and attributes
+# Keeps keys and values of new tokens (B, T, G, H), and returns those of all columns of a cache (B, C, G, H)
+KVCache: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 TORCH_NORMS: Mapping[str, type[Norm]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
 
 
@@ -103,11 +102,11 @@ class Attention(nn.Module):
         self.softmax_type = config.softmax_type
         self.sinks = nn.Parameter(torch.zeros(shape.sinks)) if shape.sinks else None
 
-    def forward(self, x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None" = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
         """(B, T, D) -> (B, T, D); a `cache` comes with its mask."""
         q, k, v = self.split(x, rotation)  # (B, T, N, H), and twice (B, T, G, H)
         if cache is not None:
-            k, v = cache.extend(k, v)  # each (B, C, G, H)
+            k, v = cache(k, v)  # each (B, C, G, H)
         dropout = self.dropout if self.training else 0.0
         attend = partial(self.kernel, dropout=dropout, mask=mask, scores=self.scores(q.device))
         if self.recompute_scores and self.training:
@@ -232,6 +231,8 @@ class Layer(nn.Module):
     The halves are in a tuple, so that each of their modules has one name, the one in the layer.
     """
 
+    mlp_chunks = 1  # of which a ChunkedHalf computes the second half
+
     def __init__(
         self,
         config: ModelConfig,
@@ -239,7 +240,6 @@ class Layer(nn.Module):
         *,
         recompute_scores: bool,
         cut: bool,
-        mlp_chunks: int = 1,
     ) -> None:
         super().__init__()
         before, after = (config.norm_placement in (place, "both") for place in ("before", "after"))
@@ -252,11 +252,6 @@ class Layer(nn.Module):
         self.mlp_output_norm = norm_of(config, hidden) if after else nn.Identity()
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.halves, self.cut = (Half(self, "attention", multiplier), Half(self, "mlp", multiplier)), cut
-        self.mlp_in_chunks = mlp_chunks > 1
-        if self.mlp_in_chunks:
-            from megatron_zpp.model.chunks import ChunkedHalf
-
-            self.halves = (self.halves[0], ChunkedHalf(self, "mlp", multiplier, mlp_chunks))
         self.compute = Layer.run  # or a compiled one; hooks on this module stay outside of the graph
 
     def forward(
@@ -264,12 +259,12 @@ class Layer(nn.Module):
         x: Tensor,
         mask: Mask = CAUSAL,
         rotation: Rotation = UNROTATED,
-        cache: "LayerCache | None" = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); generation passes a cache of keys and values, and its mask."""
         return self.compute(self, x, mask, rotation, cache)
 
-    def run(self, x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None" = None) -> Tensor:
+    def run(self, x: Tensor, mask: Mask, rotation: Rotation, cache: KVCache | None = None) -> Tensor:
         attention, mlp = self.halves
         return mlp(attention(x, mask, rotation, cache))
 
@@ -280,7 +275,7 @@ class Layer(nn.Module):
     @property
     def in_halves(self) -> bool:
         """Whether one graph cannot compute the layer, because something happens between its halves."""
-        return self.cut or self.mlp_in_chunks
+        return self.cut or self.mlp_chunks > 1
 
     @property
     def compiled(self) -> bool:

@@ -1,6 +1,7 @@
 """Keeps the activations that recomputation starts from in CPU memory (ZeRO paper, section 6.1, P_a+cpu)."""
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,14 +9,14 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import copy_beside
 
 
+@dataclass(eq=False)
 class Offloaded:
     """One tensor on its way out, in CPU memory, or on its way back."""
 
-    def __init__(self, tensor: Tensor, home: Tensor, moved: torch.cuda.Event) -> None:
-        self.device = tensor.device
-        self.on_device: Tensor | None = tensor  # until its copy is done, and when it is back
-        self.home = home  # pinned, like `tensor`
-        self.moved = moved  # after the newest copy of it
+    device: torch.device
+    on_device: Tensor | None  # until its copy is done, and when it is back
+    home: Tensor  # pinned, like the other
+    moved: torch.cuda.Event  # after the newest copy of it
 
 
 class ActivationOffload:
@@ -41,7 +42,7 @@ class ActivationOffload:
             self._leave(self._away[-1])
         homes = self._homes.setdefault((tensor.shape, tensor.dtype), [])
         home = homes.pop() if homes else torch.empty_like(tensor, device="cpu", pin_memory=True)
-        entry = Offloaded(tensor, home, self._copy(tensor, home, tensor.device))
+        entry = Offloaded(tensor.device, tensor, home, self._copy(tensor, home, tensor.device))
         self._away.append(entry)
         return entry
 

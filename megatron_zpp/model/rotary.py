@@ -50,11 +50,11 @@ def llama3_scaled(frequencies: Tensor, factor: float) -> Tensor:
 def yarn_scaled(
     frequencies: Tensor,
     factor: float,
-    *,
     base: float,
-    original: int,
+    original: float,
     beta_fast: float,
     beta_slow: float,
+    *,
     rounds: bool,
 ) -> Tensor:
     """YaRN (2309.00071, 3.2): pairs that turn often in a text of `original` tokens keep their frequency.
@@ -133,20 +133,18 @@ class RotaryEmbedding:
 
     def rotation(self, positions: Tensor, part: Part = whole) -> Rotation:
         """Return the rotation of a `part` of positions (B or 1, T)."""
-        angles = part(positions)[..., None, None].float() * self._frequencies_at(positions, part)
+        if self.frequencies.device != positions.device:
+            self.frequencies = self.frequencies.to(positions.device)
+        frequencies = self.frequencies
+        if self.original is not None:
+            short, long = frequencies
+            is_long = part(_text_lengths(positions) > self.original)
+            frequencies = torch.where(is_long[..., None, None], long, short)
+        angles = part(positions)[..., None, None].float() * frequencies
         cos, sin = angles.cos(), angles.sin()  # each (B or 1, T, 1, R / 2)
         if self.attention_factor != 1:
             cos, sin = cos * self.attention_factor, sin * self.attention_factor
         return Rotation(cos, sin, self.interleaved)
-
-    def _frequencies_at(self, positions: Tensor, part: Part) -> Tensor:
-        """The frequencies of a `part` of positions, in a shape that broadcasts to (B or 1, T, 1, R / 2)."""
-        if self.frequencies.device != positions.device:
-            self.frequencies = self.frequencies.to(positions.device)
-        if self.original is None:
-            return self.frequencies
-        short, long = self.frequencies
-        return torch.where(part(_text_lengths(positions) > self.original)[..., None, None], long, short)
 
 
 def _text_lengths(positions: Tensor) -> Tensor:
@@ -177,27 +175,17 @@ def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding | None, Rota
 
 
 def _frequencies(config: ModelConfig) -> Tensor:
-    """Those of RotaryEmbedding; ModelConfig.check has filled what is asserted."""
+    """Those of RotaryEmbedding; ModelConfig.check has filled what they depend on."""
     inverse = positions_per_radian(config.rotated_channels, config.scaled_rotary_base)
     if config.position_embedding_type == "longrope":
         factors = [config.longrope_short_factor, config.longrope_long_factor]
         return 1.0 / (torch.tensor(factors, device="cpu") * inverse)
     found = 1.0 / inverse
     if config.position_embedding_type == "yarn":
-        assert config.rotary_scaling_factor is not None
-        assert config.rotary_base is not None
-        assert config.yarn_original_max_position_embeddings is not None
-        assert config.yarn_beta_fast is not None
-        assert config.yarn_beta_slow is not None
-        return yarn_scaled(
-            found,
-            config.rotary_scaling_factor,
-            base=config.rotary_base,
-            original=config.yarn_original_max_position_embeddings,
-            beta_fast=config.yarn_beta_fast,
-            beta_slow=config.yarn_beta_slow,
-            rounds=config.yarn_correction_range_round_to_int,
-        )
+        given = config.rotary_scaling_factor, config.rotary_base, config.yarn_original_max_position_embeddings
+        betas = config.yarn_beta_fast, config.yarn_beta_slow
+        numbers = (number for number in (*given, *betas) if number is not None)
+        return yarn_scaled(found, *numbers, rounds=config.yarn_correction_range_round_to_int)
     if config.use_rope_scaling:
         assert config.rope_scaling_factor is not None
         return llama3_scaled(found, config.rope_scaling_factor)

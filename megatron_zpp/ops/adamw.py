@@ -39,46 +39,34 @@ class AdamWScalars:
         return AdamWScalars(divisor, found_inf, bias_corrections, *host_scalars)
 
 
-class AdamWStep:
-    """One step in plain torch, where every line is one rounding of the specification.
+def adamw_step(
+    scalars: AdamWScalars,
+    weights: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    decayed: int,
+    compact: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New weights and moments in plain torch, where every line is one rounding of the specification.
 
-    Numbers are rounded to fp32 when a tensor is multiplied by them; products of two numbers are in fp64.
+    Numbers are rounded to fp32 when a tensor is multiplied by them; products of two numbers are in fp64. The
+    first `decayed` weights decay. `compact`: the step on states in fewer bytes, with one division per
+    element, as `compact_weight` of csrc/.
     """
-
-    def __init__(self, scalars: AdamWScalars) -> None:
-        self._scalars = scalars
-        correction1, correction2 = scalars.bias_corrections
-        self._inverse = scalars.divisor.reciprocal()
-        # A 0-dim tensor, not a number: torch on a GPU would multiply by the reciprocal of a number.
-        self._rate = torch.full_like(scalars.divisor, scalars.learning_rate) / correction1
-        self._root2 = _root(correction2)
-        self._decay = scalars.learning_rate * scalars.weight_decay
-
-    def __call__(
-        self, master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, tile: slice, decayed: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """New weights and moments of the elements of `tile`."""
-        beta1, beta2 = self._scalars.beta1, self._scalars.beta2
-        g, w = gradient[tile].float() * self._inverse, master[tile].clone()
-        with_decay = w[: max(min(decayed, tile.stop) - tile.start, 0)]
-        with_decay.sub_(with_decay * self._decay)
-        m = exp_avg[tile] * beta1 + g * (1 - beta1)
-        v = exp_avg_sq[tile] * beta2 + (g * g) * (1 - beta2)
-        return w - self._change(m, v), m, v
-
-    def _change(self, m: Tensor, v: Tensor) -> Tensor:
-        return (m / (_root(v) / self._root2 + self._scalars.eps)) * self._rate
-
-
-class CompactStep(AdamWStep):
-    """The step on states in fewer bytes, with one division per element: `compact_weight` of csrc/."""
-
-    def __init__(self, scalars: AdamWScalars) -> None:
-        super().__init__(scalars)
-        self._rate, self._eps = self._rate * self._root2, self._root2 * scalars.eps
-
-    def _change(self, m: Tensor, v: Tensor) -> Tensor:
-        return (m / (_root(v) + self._eps)) * self._rate
+    beta1, beta2, (correction1, correction2) = scalars.beta1, scalars.beta2, scalars.bias_corrections
+    # A 0-dim tensor, not a number: torch on a GPU would multiply by the reciprocal of a number.
+    rate = torch.full_like(scalars.divisor, scalars.learning_rate) / correction1
+    root2 = _root(correction2)
+    g, w = gradient.float() * scalars.divisor.reciprocal(), weights.clone()
+    with_decay = w[: max(decayed, 0)]
+    with_decay.sub_(with_decay * (scalars.learning_rate * scalars.weight_decay))
+    m = exp_avg * beta1 + g * (1 - beta1)
+    v = exp_avg_sq * beta2 + (g * g) * (1 - beta2)
+    if compact:
+        return w - (m / (_root(v) + root2 * scalars.eps)) * (rate * root2), m, v
+    return w - (m / (_root(v) / root2 + scalars.eps)) * rate, m, v
 
 
 def _root(x: Tensor) -> Tensor:

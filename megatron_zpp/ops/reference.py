@@ -12,7 +12,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.adamw import AdamWScalars, AdamWStep
+from megatron_zpp.ops.adamw import AdamWScalars, adamw_step
 from megatron_zpp.ops.formats import SCALE_BYTES, SQUARES_BLOCK, CodeType, QuantFormat
 from megatron_zpp.ops.lloyd_max import BF16_NAN, SMALLEST_NORMAL, ordered_sum
 
@@ -47,7 +47,9 @@ def dequantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int
                 first = row * n + here.start
                 elements = slice(first, first + here.stop - here.start)
                 x = _sum_of(message[None], format, count * n, elements)
-                output[group * count + row, here] = _to_dtype(x, output.dtype)
+                if output.dtype == torch.float16:  # finite numbers saturate, infinity does not
+                    x = torch.where(x.isinf(), x, x.clamp(-_FP16_MAX, _FP16_MAX))
+                output[group * count + row, here] = x.to(output.dtype)
 
 
 def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: int) -> None:
@@ -111,9 +113,8 @@ def adamw(
     states = master, gradient, exp_avg, exp_avg_sq
     scalars = AdamWScalars.unpacked(device_scalars, host_scalars)
     skip = scalars.found_inf != 0
-    step = AdamWStep(scalars)
     for tile in tiles(len(master)):
-        new = step(*states, tile, decayed)
+        new = adamw_step(scalars, *(state[tile] for state in states), decayed=decayed - tile.start)
         for old, changed in zip((master, exp_avg, exp_avg_sq), new, strict=True):
             old[tile] = torch.where(skip, old[tile], changed)
         if gather_source is not None:
@@ -181,12 +182,21 @@ def _put(target: Tensor, total: Tensor, add: bool) -> None:
 
 
 def _encode_blocks(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
-    """Return codes (K, bytes) and scales (K,) of fp32 blocks x (K, B), rounded to nearest."""
-    stored, usable = _block_scales(x, format)
+    """Two's complement codes (K, bytes) and scales (K,) of fp32 blocks x (K, B), rounded to nearest."""
+    finite = x.isfinite().all(1)
+    magnitude = x.abs().amax(1)
+    peak = torch.where((x == magnitude[:, None]).any(1), magnitude, -magnitude)
+    scale = (peak * _FACTORS[format.code_type]).bfloat16()
+    usable = finite & (scale.float().abs() >= SMALLEST_NORMAL)  # whether a block has codes other than zeros
+    bits = torch.where(usable, scale, 0.0).view(torch.int16)
+    stored = bits.masked_fill(~finite, BF16_NAN).view(torch.bfloat16)
     zero = torch.zeros_like(x[:, :1])
     inverse = torch.where(usable[:, None], stored.float().reciprocal()[:, None], zero)
     x = torch.where(usable[:, None], x, zero)
-    return _to_integers(x, inverse, format.bits), stored
+    q = torch.round(x.double() * inverse.double())  # the product of two fp32 numbers is exact in fp64
+    largest = 2 ** (format.bits - 1) - 1
+    q = q.clamp(-largest - 1, largest).to(torch.int8).view(torch.uint8)
+    return q if format.bits == 8 else q[:, 0::2] & 15 | q[:, 1::2] << 4, stored
 
 
 def _decode_blocks(codes: Tensor, stored: Tensor, format: QuantFormat) -> Tensor:
@@ -197,28 +207,3 @@ def _decode_blocks(codes: Tensor, stored: Tensor, format: QuantFormat) -> Tensor
         halves = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1).to(torch.int8)
         numbers = ((halves ^ 8) - 8).float()
     return numbers * stored.float()[:, None]
-
-
-def _to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to nearest even in fp32, bf16 or fp16; finite numbers saturate in fp16, infinity does not."""
-    if dtype == torch.float16:
-        x = torch.where(x.isinf(), x, x.clamp(-_FP16_MAX, _FP16_MAX))
-    return x.to(dtype)
-
-
-def _block_scales(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
-    """Stored scales (K,), and (K,) bool: whether a block has codes other than zeros."""
-    finite = x.isfinite().all(1)
-    magnitude = x.abs().amax(1)
-    peak = torch.where((x == magnitude[:, None]).any(1), magnitude, -magnitude)
-    stored = (peak * _FACTORS[format.code_type]).bfloat16()
-    usable = finite & (stored.float().abs() >= SMALLEST_NORMAL)
-    bits = torch.where(usable, stored, 0.0).view(torch.int16)
-    return bits.masked_fill(~finite, BF16_NAN).view(torch.bfloat16), usable
-
-
-def _to_integers(x: Tensor, inverse: Tensor, bits: int) -> Tensor:
-    """Return two's complement codes (K, bytes) of x (K, B) · inverse (K, 1)."""
-    q = torch.round(x.double() * inverse.double())  # the product of two fp32 numbers is exact in fp64
-    q = q.clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1).to(torch.int8).view(torch.uint8)
-    return q if bits == 8 else q[:, 0::2] & 15 | q[:, 1::2] << 4

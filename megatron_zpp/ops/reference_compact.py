@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.adamw import AdamWScalars, CompactStep
+from megatron_zpp.ops.adamw import AdamWScalars, adamw_step
 from megatron_zpp.ops.reference import tiles
 from megatron_zpp.ops.state_codes import (
     FORMS,
@@ -40,11 +40,11 @@ def adamw_compact(
     A `master` of bytes has the corrections of `split_weights`, and a bf16 `gather_source` the weights.
     """
     scalars = AdamWScalars.unpacked(device_scalars, host_scalars)
-    update, skip, rounding = CompactStep(scalars), scalars.found_inf != 0, Rounding(step, unit, first, seed)
+    skip, rounding = scalars.found_inf != 0, Rounding(step, unit, first, seed)
     moments = ((exp_avg, exp_avg_scales), (exp_avg_sq, exp_avg_sq_scales))
     for tile in tiles(len(master)):
         scaled = slice(tile.start // STATE_BLOCK, tile.stop // STATE_BLOCK)
-        draws, all_of_it = draws_of(rounding, tile), slice(0, tile.stop - tile.start)
+        draws, left = draws_of(rounding, tile), decayed - tile.start
         old = [
             (values[tile], None if scales is None else scales[scaled], bool(second))
             for second, (values, scales) in enumerate(moments)
@@ -54,8 +54,8 @@ def adamw_compact(
             assert gather_source is not None
             weights = joined_weights(gather_source[tile], weights)
         average, square = (decode(values, scales, second=second) for values, scales, second in old)
-        left = max(min(decayed - tile.start, len(weights)), 0)
-        new, *changed = update(weights, gradient[tile], average, square, all_of_it, left)
+        states = weights, gradient[tile], average, square
+        new, *changed = adamw_step(scalars, *states, decayed=left, compact=True)
         for (values, scales, second), moment, drawn in zip(old, changed, draws[:2], strict=True):
             codes, new_scales = encode(moment, FORMS[values.dtype], second=second, draws=drawn)
             _put(values, codes, skip)

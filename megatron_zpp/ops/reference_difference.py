@@ -44,7 +44,9 @@ def quantize_difference(
     all_stored = [reference.new_empty(0).bfloat16()]
     for here in tiles(len(reference)):
         difference = weights[here].view(-1, block) - reference[here].view(-1, block)
-        codes, stored = encode_difference(difference, bits)
+        z, power, finite, usable = normalised(difference)
+        stored = stored_scales(power * root_mean_square(z), finite, usable)
+        codes, stored = coded(nearest_codes(difference, stored.float(), bits), stored)
         if skip is not None:
             difference, codes, stored = (
                 torch.where(skip != 0, torch.zeros_like(x), x) for x in (difference, codes, stored)
@@ -71,13 +73,6 @@ def add_difference(messages: Tensor, reference: Tensor, bits: int, block: int) -
             old = part[here].view(-1, block)
             moved = old + decoded(codes[blocks], stored[blocks], bits)
             part[here] = torch.where((stored[blocks] == 0)[:, None], old, moved).view(-1)
-
-
-def encode_difference(difference: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes (K, B) uint8 and scales (K,) bf16 of fp32 differences (K, B)."""
-    z, power, finite, usable = normalised(difference)
-    stored = stored_scales(power * root_mean_square(z), finite, usable)
-    return coded(nearest_codes(difference, stored.float(), bits), stored)
 
 
 def root_mean_square(z: Tensor) -> Tensor:

@@ -17,7 +17,9 @@ def drop_lines_when_full(prog: str) -> None:
     """
     for name, warning in (("stdout", " WARNING"), ("stderr", f"{prog}: warning")):  # as the other warnings
         if isinstance(stream := getattr(sys, name), io.TextIOWrapper) and _is_file(stream):
-            setattr(sys, name, _stream(stream, warning))
+            file = io.BufferedWriter(LogFile(stream.fileno(), warning))
+            lines = stream.line_buffering or stream.write_through  # it may pass on each, as with `python -u`
+            setattr(sys, name, io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=lines))
 
 
 class LogFile(io.FileIO):
@@ -51,12 +53,3 @@ def _is_file(stream: io.TextIOWrapper) -> bool:
     except (OSError, ValueError):  # closed, or without a descriptor
         return False
     return stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not stream.isatty())
-
-
-def _stream(stream: io.TextIOWrapper, warning: str) -> io.TextIOWrapper:
-    """A stream in place of `stream`; it passes each line on if that one does, as with `python -u`."""
-    lines = stream.line_buffering or stream.write_through
-    raw = LogFile(stream.fileno(), warning)
-    return io.TextIOWrapper(
-        io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, line_buffering=lines
-    )

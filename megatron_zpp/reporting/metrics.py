@@ -3,14 +3,16 @@
 import math
 import resource
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.model.flops import flops_per_token, peak_tflops
+from megatron_zpp.config.optimizer import PrecisionConfig
+from megatron_zpp.model.flops import peak_tflops
 from megatron_zpp.zero.engine import StepResult
 from megatron_zpp.zero.step_sums import LEAST_WEIGHT
 
@@ -25,53 +27,28 @@ def finite(record: Record) -> Record:
     }
 
 
-@dataclass(frozen=True)
-class Throughput:
-    """Converts tokens/s to model FLOP/s; peaks are those of one device in TFLOP/s, None if unknown.
+def throughput(
+    tokens: int, seconds: float, flops_per_token: float, devices: int, peaks: Mapping[str, float | None]
+) -> Record:
+    """tokens_per_second of the whole run; tflops_per_gpu and shares of `peaks_of` of one device."""
+    rate = tokens / seconds
+    tflops = rate * flops_per_token / devices / 1e12
+    shares = {name: None if peak is None else tflops / peak for name, peak in peaks.items()}
+    return {"tokens_per_second": rate, "tflops_per_gpu": tflops, **shares}
 
-    `peak_16bit` is that of 16-bit products where `peak` is that of 8-bit ones.
+
+def peaks_of(device: torch.device, precision: PrecisionConfig) -> dict[str, float | None]:
+    """The data sheet's peak of a device in TFLOP/s as `mfu`, None if unknown.
+
+    With 8-bit products `mfu_16bit` is that of 16-bit ones.
     """
-
-    flops_per_token: float
-    devices: int
-    peak: float | None
-    peak_16bit: float | None = None
-
-    @classmethod
-    def of(
-        cls,
-        model: ModelConfig,
-        vocab_size: int,
-        *,
-        devices: int,
-        device: torch.device,
-        dtype: str,
-        fp8: bool,
-    ) -> "Throughput":
-        """Make one with the data sheet's peaks of a known GPU.
-
-        `dtype` is the format of the compute; `fp8`: products of layers are of 8-bit floats.
-        """
-        peak = peak_16bit = None
-        if device.type == "cuda":
-            name = torch.cuda.get_device_name(device)
-            peak = peak_tflops(name, dtype)
-            if fp8:
-                peak, peak_16bit = peak_tflops(name, "float8"), peak
-        return cls(flops_per_token(model, vocab_size), devices, peak, peak_16bit)
-
-    def record(self, tokens: int, seconds: float) -> Record:
-        """tokens_per_second of the whole run; tflops_per_gpu and mfu of one device.
-
-        With 8-bit products also mfu_16bit, relative to the peak of 16-bit ones.
-        """
-        rate = tokens / seconds
-        tflops = rate * self.flops_per_token / self.devices / 1e12
-        mfu = None if self.peak is None else tflops / self.peak
-        record: Record = {"tokens_per_second": rate, "tflops_per_gpu": tflops, "mfu": mfu}
-        if self.peak_16bit is not None:
-            record["mfu_16bit"] = tflops / self.peak_16bit
-        return record
+    if device.type != "cuda":
+        return {"mfu": None}
+    name = torch.cuda.get_device_name(device)
+    peak = peak_tflops(name, precision.compute_dtype("cuda"))
+    if not precision.fp8:
+        return {"mfu": peak}
+    return {"mfu": peak_tflops(name, "float8")} | ({} if peak is None else {"mfu_16bit": peak})
 
 
 class Stopwatch:
@@ -109,7 +86,6 @@ class Interval:
     batch: int = 0  # samples of the newest step
     raised_units: int | None = None  # the most of any step; None where no weight differences are sent
     traffic: tuple[int, int] = (0, 0)  # bytes that this rank sent inside its node and between nodes
-    watch: Stopwatch = field(default_factory=Stopwatch)
     # Of each step, on the device, because reading them would wait for it: loss, and 1 if it was skipped.
     _losses: list[Tensor] = field(default_factory=list)
     _skips: list[Tensor] = field(default_factory=list)
@@ -172,8 +148,7 @@ def memory_record(device: torch.device) -> Record:
     if device.type == "cuda":
         allocated, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     else:
-        with open("/proc/self/statm") as statm:
-            allocated = int(statm.read().split()[1]) * resource.getpagesize()
+        allocated = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {"memory_allocated_bytes": allocated, "memory_peak_bytes": peak}
 

@@ -5,11 +5,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.command_line import one_line
@@ -20,46 +20,27 @@ from megatron_zpp.reporting.metrics import Record, finite
 from megatron_zpp.storage.files import check_writable, open_named
 from megatron_zpp.storage.regular import open_stream
 
-
-class Sink(Protocol):
-    """Takes records of one iteration each."""
-
-    def write(self, record: Record) -> None:
-        """Keep one record, of `record["iteration"]`."""
-
-    def close(self) -> None:
-        """Finish what is being written."""
+Write = Callable[[Record], object]  # keeps one record, of `record["iteration"]`
+Sink = AbstractContextManager[Write]  # finishes what is being written at the end of a block without an error
 
 
-class MetricsFile:
-    """Appends one JSON object per line; NaN and Inf become null.
+@contextmanager
+def metrics_file(path: str) -> Iterator[Write]:
+    """Append one JSON object per line; NaN and Inf become null.
 
     If the file ends within a line, because an earlier start was killed or its disk was full, that line is
     ended first. A link in place of the file is followed as `open_named` says.
     """
-
-    def __init__(self, path: str) -> None:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        cut = _ends_within_a_line(Path(path))
-        descriptor = open_named(Path(path), os.O_WRONLY | os.O_APPEND)
-        self._file = os.fdopen(descriptor, "a", buffering=1)  # a line is on disk when it is written
-        if cut:
-            self._file.write("\n")
-
-    def write(self, record: Record) -> None:
-        """Append one line."""
-        self._file.write(json.dumps(finite(record), allow_nan=False) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
-def _ends_within_a_line(path: Path) -> bool:
-    """Whether the last byte of a file is no line feed; False if there is none or it cannot be read."""
-    with suppress(OSError), open_stream(path) as file:
-        return file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read() != b"\n"
-    return False
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    cut = False
+    with suppress(OSError), open_stream(path) as old:  # if there is one, and it can be read
+        cut = old.seek(0, os.SEEK_END) > 0 and old.seek(-1, os.SEEK_END) >= 0 and old.read() != b"\n"
+    descriptor = open_named(Path(path), os.O_WRONLY | os.O_APPEND)
+    file = os.fdopen(descriptor, "a", buffering=1)  # a line is on disk when it is written
+    if cut:
+        file.write("\n")
+    yield lambda record: file.write(json.dumps(finite(record), allow_nan=False) + "\n")
+    file.close()
 
 
 # Megatron-LM's tags of numbers, by our names.
@@ -82,62 +63,52 @@ MEGATRON_TAGS = {
 WANDB_TAGS = MEGATRON_TAGS | {"consumed_samples": "samples vs steps"}  # in Megatron-LM W&B alone gets it
 
 
-class TensorBoard:
-    """Scalars of TensorBoard event files, under Megatron-LM's tags where it has the same number."""
+@contextmanager
+def tensorboard(directory: str, start: Progress) -> Iterator[Write]:
+    """Scalars of TensorBoard event files, under Megatron-LM's tags where it has the same number.
 
-    def __init__(self, directory: str, start: Progress) -> None:
-        """Records of earlier starts after `start` are hidden."""
-        from torch.utils.tensorboard import SummaryWriter
+    Records of earlier starts after `start` are hidden.
+    """
+    from torch.utils.tensorboard import SummaryWriter
 
-        hidden = start.iteration + 1 if start.iteration else None
-        self._writer = SummaryWriter(directory, purge_step=hidden)
+    writer = SummaryWriter(directory, purge_step=start.iteration + 1 if start.iteration else None)
 
-    def write(self, record: Record) -> None:
-        """Add one point to the curve of every number."""
-        iteration = record["iteration"]
+    def write(record: Record) -> None:
         for name, value in tagged(record).items():
             if isinstance(value, str):
-                self._writer.add_text(name, value, iteration)
+                writer.add_text(name, value, record["iteration"])
             elif name != "iteration" and value is not None:
-                self._writer.add_scalar(name, value, iteration)
+                writer.add_scalar(name, value, record["iteration"])
 
-    def close(self) -> None:
-        """Flush the event files."""
-        self._writer.close()
+    yield write
+    writer.close()
 
 
-class WandB:
+@contextmanager
+def weights_and_biases(logging: LoggingConfig, config: dict[str, Any], start: Progress) -> Iterator[Write]:
     """A Weights & Biases run: the same one for all starts of a run, unless WANDB_RUN_ID names another.
 
     Names are Megatron-LM's where it has the same number, as TensorBoard's are. Offline each start records a
     piece in a directory of its own.
     """
+    import wandb
 
-    def __init__(self, logging: LoggingConfig, config: dict[str, Any], start: Progress) -> None:
-        import wandb
-
-        if logging.wandb_save_dir:
-            Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)  # or W&B takes another
-        mode = os.environ.get("WANDB_MODE")
-        self._run = wandb.init(
-            project=logging.wandb_project,
-            name=logging.wandb_exp_name,
-            entity=logging.wandb_entity,
-            dir=logging.wandb_save_dir,
-            config=config,
-            id=os.environ.get("WANDB_RUN_ID", start.run),
-            resume=None if mode == "offline" else "allow",  # offline there is no server to ask
-        )
-        # W&B's own steps never decrease; iterations do if a run resumes from an earlier checkpoint.
-        self._run.define_metric("*", step_metric="iteration")
-
-    def write(self, record: Record) -> None:
-        """Log one record; its iteration is the axis of all curves."""
-        self._run.log(tagged(record, WANDB_TAGS))
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    if logging.wandb_save_dir:
+        Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)  # or W&B takes another
+    mode = os.environ.get("WANDB_MODE")
+    run = wandb.init(
+        project=logging.wandb_project,
+        name=logging.wandb_exp_name,
+        entity=logging.wandb_entity,
+        dir=logging.wandb_save_dir,
+        config=config,
+        id=os.environ.get("WANDB_RUN_ID", start.run),
+        resume=None if mode == "offline" else "allow",  # offline there is no server to ask
+    )
+    # W&B's own steps never decrease; iterations do if a run resumes from an earlier checkpoint.
+    run.define_metric("*", step_metric="iteration")
+    yield lambda record: run.log(tagged(record, WANDB_TAGS))
+    run.finish()
 
 
 def tagged(record: Record, tags: Mapping[str, str] = MEGATRON_TAGS) -> Record:
@@ -184,10 +155,9 @@ class ThreadedSink:
 
     def _work(self) -> None:
         try:
-            sink = self._make()
-            while (record := self._queue.get()) is not None:
-                sink.write(record)
-            sink.close()
+            with self._make() as write:
+                while (record := self._queue.get()) is not None:
+                    write(record)
         except Exception as error:
             self._lose(one_line(error))
 
@@ -224,9 +194,9 @@ def open_sinks(
     """The sinks that the flags ask for, of a run that starts at `start`; call it on one rank only."""
     sinks: dict[str, Callable[[], Sink]] = {}
     if logging.metrics_file:
-        sinks["--metrics-file"] = partial(MetricsFile, logging.metrics_file)
+        sinks["--metrics-file"] = partial(metrics_file, logging.metrics_file)
     if logging.tensorboard_dir:
-        sinks["TensorBoard"] = partial(TensorBoard, logging.tensorboard_dir, start)
+        sinks["TensorBoard"] = partial(tensorboard, logging.tensorboard_dir, start)
     if logging.wandb_project:
-        sinks["W&B"] = partial(WandB, logging, config, start)
+        sinks["W&B"] = partial(weights_and_biases, logging, config, start)
     return [ThreadedSink(name, make, say) for name, make in sinks.items()]

@@ -5,22 +5,18 @@ import platform
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 from megatron_zpp.config.command_line import DEBUG, INTERRUPTED, one_line
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision.once_per_node import write_line
-
-Say = Callable[[str, str], None]  # takes a message that ranks may share, and this rank's line with it
+from megatron_zpp.supervision.once_per_node import Say, say_here, write_line
 
 
 @contextmanager
-def one_line_errors(
-    prog: str, topology: Topology, *, say: Say = lambda message, line: write_line(line)
-) -> Iterator[None]:
+def one_line_errors(prog: str, topology: Topology, *, say: Say = say_here) -> Iterator[None]:
     """Turn an exception into one line on stderr and an exit status: 1, or 2 for a bad command line.
 
     `say` writes the line unless another rank has written one with the same message; by default always. This

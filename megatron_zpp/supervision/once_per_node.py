@@ -10,8 +10,9 @@ import hashlib
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from megatron_zpp.config.command_line import message_line
@@ -22,47 +23,45 @@ _LOCK_SECONDS = 5.0  # longer than any rank needs; the holder of the lock may be
 _KEPT_SECONDS = 600.0  # a rank that comes later writes the line again
 
 
-class OncePerNode:
-    """Lines on stderr that the ranks of one node share."""
+Say = Callable[[str, str], None]  # takes a topic, which ranks may share, and this rank's line on it
 
-    def __init__(self, job: str | None, directory: Path = SHARED_MEMORY) -> None:
-        """`job` names this job and node, equally on all ranks of the node; None if the node has one rank."""
-        self._job = job
-        self._file = directory / f"megatron_zpp-{os.geteuid()}"
 
-    @classmethod
-    def of(cls, topology: Topology, environment: Mapping[str, str]) -> "OncePerNode":
-        """For the node of `topology`; `environment` has the rendezvous address of the job."""
-        if topology.local_world_size == 1:
-            return cls(None)
-        address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
-        return cls(f"{address}:{port} node {topology.mesh().node_of(topology.rank)}")
+def say_here(topic: str, line: str) -> None:
+    """Write `line` to stderr."""
+    write_line(line)
 
-    def say(self, topic: str, line: str) -> None:
-        """Write `line` to stderr, unless a rank of this start of the job has written one on `topic`.
 
-        Returns after one of them is out. If the ranks cannot find that out, each writes its line.
-        """
-        if self._job is None:
+def once_per_node(topology: Topology, environment: Mapping[str, str]) -> Say:
+    """What writes lines of the node of `topology`; `environment` has the rendezvous address of the job."""
+    if topology.local_world_size == 1:
+        return say_here
+    address, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    return partial(say_once, f"{address}:{port} node {topology.mesh().node_of(topology.rank)}")
+
+
+def say_once(job: str, topic: str, line: str, *, directory: Path = SHARED_MEMORY) -> None:
+    """Write `line` to stderr, unless a rank of this start of the job has written one on `topic`.
+
+    `job` names this job and node, equally on all ranks of the node. Returns after one of the lines is out. If
+    the ranks cannot find that out, each writes its line.
+    """
+    said = False
+    try:
+        with _locked(directory / f"megatron_zpp-{os.geteuid()}") as descriptor:
+            started, now = process_started(), time.clock_gettime(time.CLOCK_BOOTTIME)
+            key = hashlib.blake2b(f"{job} {topic}".encode(), digest_size=16).hexdigest()
+            claims = [claim for claim in _claims(descriptor) if 0 <= now - claim[0] <= _KEPT_SECONDS]
+            # Lines from before this process started belong to another start of the job.
+            if any(of == key and started <= when for when, of in claims):
+                return
             write_line(line)
-            return
-        said = False
-        try:
-            with _locked(self._file) as descriptor:
-                started, now = process_started(), time.clock_gettime(time.CLOCK_BOOTTIME)
-                key = hashlib.blake2b(f"{self._job} {topic}".encode(), digest_size=16).hexdigest()
-                claims = [claim for claim in _claims(descriptor) if 0 <= now - claim[0] <= _KEPT_SECONDS]
-                # Lines from before this process started belong to another start of the job.
-                if any(of == key and started <= when for when, of in claims):
-                    return
-                write_line(line)
-                said = True  # before the claim, so that a rank killed here silences no other
-                text = "".join(f"{when!r} {of}\n" for when, of in [*claims, (now, key)])
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, text.encode(), 0)
-        except OSError:
-            if not said:
-                write_line(line)
+            said = True  # before the claim, so that a rank killed here silences no other
+            text = "".join(f"{when!r} {of}\n" for when, of in [*claims, (now, key)])
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, text.encode(), 0)
+    except OSError:
+        if not said:
+            write_line(line)
 
 
 def process_started() -> float:

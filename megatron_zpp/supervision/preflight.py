@@ -120,12 +120,10 @@ def _time_ring(ring: Ring, rank: int, device: torch.device) -> tuple[float, bool
     sent = torch.arange(rank, rank + numel, device=device)
     received = torch.zeros_like(sent)
     _send(sent[:1], after, received[:1], before)  # connects
-    _wait(device)
     seconds = []
     for _ in range(_ROUNDS):
         started = time.perf_counter()
         _send(sent, after, received, before)
-        _wait(device)
         seconds.append(time.perf_counter() - started)
     rate = _BYTES[device.type] / min(seconds)
     return rate, torch.equal(received, torch.arange(before, before + numel, device=device))
@@ -135,11 +133,8 @@ def _send(sent: Tensor, after: int, received: Tensor, before: int) -> None:
     operations = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if sent.is_cuda:
+        torch.cuda.synchronize(sent.device)
 
 
 def rings_of(mesh: Mesh) -> list[Ring]:

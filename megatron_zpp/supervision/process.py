@@ -15,7 +15,7 @@ from megatron_zpp.distributed.rendezvous import rendezvous
 from megatron_zpp.distributed.slurm import launcher_variables
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision.errors import end_at_once, one_line_errors
-from megatron_zpp.supervision.once_per_node import OncePerNode
+from megatron_zpp.supervision.once_per_node import Say, once_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Process:
 
     prog: str
     topology: Topology
-    per_node: OncePerNode
+    per_node: Say
 
     @classmethod
     def start(cls, prog: str) -> "Process":
@@ -35,16 +35,16 @@ class Process:
         raise_limit()
         with one_line_errors(prog, Topology()):
             topology = Topology.from_environment(os.environ)
-            per_node = OncePerNode.of(topology, launcher_variables(os.environ))
+            per_node = once_per_node(topology, launcher_variables(os.environ))
         return cls(prog=prog, topology=topology, per_node=per_node)
 
     def local_errors(self) -> AbstractContextManager[None]:
         """For checks before the ranks connect: each node reports an error once, without a rank."""
-        return one_line_errors(self.prog, Topology(), say=self.per_node.say)
+        return one_line_errors(self.prog, Topology(), say=self.per_node)
 
     def shared_errors(self) -> AbstractContextManager[None]:
         """For everything after the ranks connect: each node reports an error once, with a rank."""
-        return one_line_errors(self.prog, self.topology, say=self.per_node.say)
+        return one_line_errors(self.prog, self.topology, say=self.per_node)
 
     def connect(self, config: DistributedConfig) -> Rendezvous:
         """Connect to the store that the launcher names and wait for all ranks; stderr says which are missing.
@@ -61,7 +61,7 @@ class Process:
             if topology.local_rank == 0:
                 sys.stderr.write(f"{prog} [{platform.node()} rank {topology.rank}]: {line}\n")
 
-        with one_line_errors(prog, topology, say=lambda _, line: self.per_node.say("meeting", line)):
+        with one_line_errors(prog, topology, say=lambda _, line: self.per_node("meeting", line)):
             return rendezvous(
                 topology, variables, config.timeout, say=say, ended=partial(end_at_once, prog, topology)
             )

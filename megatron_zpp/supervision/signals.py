@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from megatron_zpp.config.command_line import INTERRUPTED
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision.once_per_node import OncePerNode
+from megatron_zpp.supervision.once_per_node import Say
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SAME_REQUEST = 1.0  # seconds: Ctrl-C reaches a rank from the terminal, and again from its launcher
@@ -33,9 +33,7 @@ class StopSignals:
 
 
 @contextmanager
-def stop_signals(
-    prog: str, topology: Topology, per_node: OncePerNode, *, saves: bool
-) -> Iterator[StopSignals]:
+def stop_signals(prog: str, topology: Topology, per_node: Say, *, saves: bool) -> Iterator[StopSignals]:
     """Record the first signal while the block runs; a second one ends the process. Main thread only.
 
     After `finish` this process ignores them, but for SIGINT, until its end: torchrun sends SIGTERM as soon as
@@ -55,10 +53,10 @@ def stop_signals(
             return
         if signals.first is None:
             signals.first, since = signal.Signals(number), time.monotonic()
-            per_node.say("stop", f"{begin}: {_promise(number, saves=saves)}")
+            per_node("stop", f"{begin}: {_promise(number, saves=saves)}")
         elif time.monotonic() - since > _SAME_REQUEST:
             name = signal.Signals(number).name
-            per_node.say("end", f"{begin}: {name} again: ends at once, nothing is saved")
+            per_node("end", f"{begin}: {name} again: ends at once, nothing is saved")
             os._exit(INTERRUPTED)
 
     reader, writer = os.pipe()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from megatron_zpp.config.options import AUTO, option_error
+from megatron_zpp.config.options import AUTO, flag_name, option_error
 from megatron_zpp.config.plan import DEFAULT_LINK, LINK
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.words import duration
@@ -67,12 +67,9 @@ def _line(config: Config, chosen: Config, why: str) -> str:
     zero, parts = chosen.zero, []
     if config.zero.zero_stage == AUTO:
         parts.append(f"--zero-stage {zero.zero_stage}")
-        for flag, name in (
-            ("--zero-hpz-partition-size", "zero_hpz_partition_size"),
-            ("--zero-gradient-partition-size", "zero_gradient_partition_size"),
-        ):
+        for name in ("zero_hpz_partition_size", "zero_gradient_partition_size"):
             if getattr(zero, name) != getattr(config.zero, name):
-                parts.append(f"{flag} {getattr(zero, name)}")
+                parts.append(f"{flag_name(name)} {getattr(zero, name)}")
     if config.training.micro_batch_size == AUTO:
         parts.append(f"--micro-batch-size {chosen.training.micro_batch_size}")
     return f"{AUTO}: {' '.join(parts)}: {why}"

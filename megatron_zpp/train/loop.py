@@ -14,7 +14,7 @@ from megatron_zpp.model.gpt import GPT
 from megatron_zpp.reporting.timing import BATCH, FORWARD_BACKWARD, OPTIMIZER, STEP
 from megatron_zpp.train.run import Run
 from megatron_zpp.train.steps.evaluation import evaluate, own_share
-from megatron_zpp.train.steps.log_head import head_lines, plan_lines
+from megatron_zpp.train.steps.log_head import head_lines
 from megatron_zpp.train.steps.skips import SkipFlag
 from megatron_zpp.train.steps.step_log import StepLog
 from megatron_zpp.train.steps.stopping import Ending, Stop, StopConditions
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> Ending:
     """Log how the run came about and train to its end; every rank must call it, once."""
-    vocab_size, reporter = run.tokenizer["vocab_size"], run.reporter
+    reporter = run.reporter
     with reporter, run.ranks.errors_told():
-        head = head_lines(run.config, vocab_size, run.engine, run.splits)
-        plan = plan_lines(run.config, vocab_size, run.engine)
-        for line in (*head, *plan, *run.lines):
+        for line in (*head_lines(run), *run.lines):
             reporter.say(line)
         if run.start.iteration >= run.schedule.iterations:
             reporter.say(
@@ -46,14 +44,21 @@ def train(run: Run) -> Ending:
 class Trainer:
     """Takes the steps of a run, and evaluates, logs and saves between them. Read `run` first."""
 
+    # Of runs with --save, --sample-prompt and --profile, which alone import them
+    _saver: "Saver | None" = None
+    _write_texts: Callable[[], list[str]] | None = None
+    _profiler: "StepProfiler | None" = None
+
     def __init__(self, run: Run) -> None:
         config, engine, ranks = run.config, run.engine, run.ranks
         self._config, self._engine, self._activity = config, engine, ranks.activity
         self._splits, self._schedule, self._reporter = run.splits, run.schedule, run.reporter
         self.progress = run.start
-        self._saver = _saver_of(run)
+        if config.checkpoint.save is not None:
+            from megatron_zpp.train.saving.saver import Saver
+
+            self._saver = Saver(run)
         self._stops = StopConditions(config.training, engine, ranks.signals, ranks.lease)
-        self._write_texts: Callable[[], list[str]] | None = None
         prompts = config.evaluation.sample_prompt
         if prompts is not None:
             from megatron_zpp.train.steps.sampled_text import text_writer
@@ -61,7 +66,11 @@ class Trainer:
             self._write_texts = text_writer(engine, config, prompts)
         self._head = cast(GPT, engine.model).head
         self._losses = (2,) if config.training.z_loss_coeff else ()  # their shape: the z-loss is second
-        self._profiler = _profiler_of(run)
+        if config.timing.profile:
+            from megatron_zpp.reporting.profile import StepProfiler, profile_directory
+
+            directory, rank = profile_directory(config.logging), engine.topology.rank
+            self._profiler = StepProfiler(config.timing, directory, rank, engine.device)
         self._log = StepLog(run)
         self._skip_flag = SkipFlag(engine.device)
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation
@@ -117,7 +126,16 @@ class Trainer:
         if self.progress.iteration == 0:
             self._evaluate("valid")
         first = self.progress.iteration + 1
-        with self._batches() as loader:
+        assert self._splits.train is not None  # every run trains
+        with MicroBatches(
+            self._splits.train,
+            self._schedule.batches,
+            rank=self._engine.mesh.data_rank,
+            consumed=self.progress.consumed_samples,
+            end=self._schedule.samples,
+            num_workers=self._config.data.num_workers,
+            pin_memory=self._engine.device.type == "cuda",
+        ) as loader:
             batches = iter(loader)
             while self.progress.iteration < self._schedule.iterations:
                 self._log.watch.resume()
@@ -150,18 +168,6 @@ class Trainer:
         if self._saver is not None:
             self._activity.now("waits for the last save", patient=True)
             self._saver.finish()
-
-    def _batches(self) -> MicroBatches:
-        assert self._splits.train is not None  # every run trains
-        return MicroBatches(
-            self._splits.train,
-            self._schedule.batches,
-            rank=self._engine.mesh.data_rank,
-            consumed=self.progress.consumed_samples,
-            end=self._schedule.samples,
-            num_workers=self._config.data.num_workers,
-            pin_memory=self._engine.device.type == "cuda",
-        )
 
     def _step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next global batch."""
@@ -255,9 +261,8 @@ class Trainer:
             count = samples.windows_per_epoch
 
         def before_round(number: int, rounds: int) -> None:
-            builds = (
-                number == 0 and not self._evaluated
-            )  # builds kernels without gradients, which no step uses
+            # The first one builds kernels without gradients, which no step uses.
+            builds = number == 0 and not self._evaluated
             where = f"evaluation of {split} at iteration {iteration}, round {number + 1} of {rounds}"
             self._activity.now(where, patient=builds or not self._warm)
             self._stops.between_rounds()
@@ -274,25 +279,6 @@ class Trainer:
         if split == "valid" and self._write_texts is not None:
             self._activity.now(f"writes text at iteration {iteration}", patient=True)
             self._reporter.texts(self.progress, self._write_texts())
-
-
-def _profiler_of(run: Run) -> "StepProfiler | None":
-    """What traces the steps of --profile."""
-    config, engine = run.config, run.engine
-    if not config.timing.profile:
-        return None
-    from megatron_zpp.reporting.profile import StepProfiler, profile_directory
-
-    return StepProfiler(config.timing, profile_directory(config.logging), engine.topology.rank, engine.device)
-
-
-def _saver_of(run: Run) -> "Saver | None":
-    """What saves a run with --save."""
-    if run.config.checkpoint.save is None:
-        return None
-    from megatron_zpp.train.saving.saver import Saver
-
-    return Saver(run)
 
 
 def seed_dropout(seed: int, first_sample: int, tensor_rank: int) -> None:

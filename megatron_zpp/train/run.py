@@ -1,14 +1,17 @@
 """`Run`, what one run is made of, and the builder that finds out where it starts."""
 
+import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.data.open import Splits, seed_of
 from megatron_zpp.data.resume import resume_data
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
+from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.train.inputs import RunInputs, open_data
-from megatron_zpp.train.resume.start import start_of
+from megatron_zpp.train.resume.start import Start, named
 from megatron_zpp.train.setup.ranks import Ranks
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -36,15 +39,17 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     them, DamagedFile if --verify-data finds damage.
     """
     config, splits, lines = inputs.config, inputs.splits, list(ranks.lines)
+    exchange_for = partial(Exchange, ranks.store, ranks.topology, config.distributed.timeout)
     if config.data.verify_data:
-        from megatron_zpp.train.setup.verifying import verify_data
-
         ranks.activity.now("verifying data", patient=True)
-        exchange = Exchange(ranks.store, ranks.topology, config.distributed.timeout, "verify-data")
-        lines.append(verify_data(splits, exchange))
+        lines.append(_verified(splits, exchange_for("verify-data")))
     ranks.activity.now("loading", patient=True)
-    loaded = start_of(config, engine, inputs.tokenizer, ranks.store, inputs.schedule)
-    progress = loaded.progress
+    loaded = Start()
+    if config.checkpoint.load is not None:
+        from megatron_zpp.train.resume.restore import restore
+
+        loaded = restore(config, engine, inputs.tokenizer, ranks.store, inputs.schedule)
+    progress = named(loaded.progress, config.checkpoint, exchange_for("run"))
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)
     assert splits.train is not None  # every run trains
@@ -78,6 +83,25 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         reporter=reporter,
         lines=(*lines, *loaded.lines, *resumed.lines, *epochs),
     )
+
+
+def _verified(splits: Splits, exchange: Exchange) -> str:
+    """Read every .bin, one part per rank, and return a line for the log; every rank must call it.
+
+    Raises DamagedFile on every rank if any rank finds damage, ValueError if any cannot read or makes no
+    progress.
+    """
+    from megatron_zpp.checkpoint.file_worker import FileWorker
+    from megatron_zpp.checkpoint.together import read_together
+    from megatron_zpp.data.indexed import verify_tokens
+
+    started, topology = time.perf_counter(), exchange.topology
+    verify = partial(verify_tokens, splits.files, topology.rank, topology.world_size)
+    _, problem = read_together(verify, exchange, FileWorker(), "--verify-data", "(given)")
+    if problem:
+        raise DamagedFile(problem)
+    size = sum(data.tokens.nbytes for data in splits.files)
+    return f" verified {size:,} bytes of tokens in {time.perf_counter() - started:.1f} s"
 
 
 def _in_its_order(inputs: RunInputs, progress: Progress, lines: list[str]) -> tuple[Splits, Progress]:

@@ -9,7 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_zpp import EngineConfig, Mesh, OptimizerConfig, PrecisionConfig, ZeroConfig, ZeroEngine
+from megatron_zpp import (
+    EngineConfig,
+    Mesh,
+    OptimizerConfig,
+    PrecisionConfig,
+    ShardSegment,
+    ZeroConfig,
+    ZeroEngine,
+)
 from tests.zero.own_modules import WIDTH, batch_of
 
 OPTIMIZER = OptimizerConfig(weight_decay=0.01)
@@ -44,6 +52,21 @@ class Vision(nn.Module):
             x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         x = self.last(self.norm(x)) + F.linear(x, self.first.weight)
         return (self.head(x)[:, 0].float() - y).square().mean()
+
+
+class Stateless:
+    """Plain gradient descent, with a state of any name beside."""
+
+    accepts_16bit_gradients = writes_gather_source = False
+
+    def __init__(self, *names: str) -> None:
+        self.state_names = names
+
+    def scalars(self, steps: Tensor, rate: float, divisor: Tensor, found_inf: Tensor) -> tuple:
+        return rate, divisor
+
+    def step(self, shard: ShardSegment, gradient: Tensor, scalars: tuple) -> None:
+        shard.master.sub_(scalars[0] / scalars[1] * gradient)
 
 
 def engine_of(

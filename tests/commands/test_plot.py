@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.reporting.report.curves import LINE_LIMIT, read_metrics
-from megatron_zpp.reporting.sinks import MetricsFile
+from megatron_zpp.reporting.sinks import metrics_file
 from tests.reporting.test_curves import step
 from tests.support import program
 
@@ -57,9 +57,8 @@ def test_a_resumed_run_begins_a_new_line_behind_one_that_was_cut(tmp_path: Path)
     whole = '{"iteration": 1, "lm_loss": 2.5}\n'
     for before, after in ((whole, ""), (whole + '{"iteration": 2, "lm_l', "\n"), ("", ""), ("{", "\n")):
         file.write_text(before)
-        sink = MetricsFile(str(file))
-        sink.write({"iteration": 2, "lm_loss": 2.0})
-        sink.close()
+        with metrics_file(str(file)) as write:
+            write({"iteration": 2, "lm_loss": 2.0})
         assert file.read_text() == before + after + '{"iteration": 2, "lm_loss": 2.0}\n'
 
 

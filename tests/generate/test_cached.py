@@ -42,7 +42,7 @@ def test_what_fills_short_rows_leaves_nothing_behind(model: GPT) -> None:
     """A column that is masked takes part in products: a NaN in it would reach the text."""
     cache = Cache(model, 2, 9)
     prefill(model, cache, [ids(6), ids(9)])
-    for layer in cache.layers:
-        for kept in (layer._keys, layer._values):
+    for layer in cache._layers:
+        for kept in layer:
             assert kept[0, :, :6].any()
             assert not kept[0, :, 6:].any()

@@ -73,9 +73,9 @@ def test_a_cache_gives_the_logits_of_the_whole_text(family: str, tmp_path: Path)
     expected = [model(TOKENS[:1])[0, -1], model(TOKENS[1:, :28])[0, -1]]
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-4)
     groups, width = model.config.num_query_groups, model.config.kv_channels
-    cache.place(33)
+    cache.end, cache.index = 33, None
     with torch.inference_mode():
-        k, _ = cache.layers[0].extend(*[torch.zeros(2, 0, groups, width)] * 2)
+        k, _ = cache.extend(0, *[torch.zeros(2, 0, groups, width)] * 2)
     assert k.shape == (2, 33, groups, width)
 
 

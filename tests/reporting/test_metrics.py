@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from megatron_zpp.model.flops import peak_tflops
-from megatron_zpp.reporting.metrics import Interval, Throughput, losses_of
+from megatron_zpp.reporting.metrics import Interval, losses_of, throughput
 from megatron_zpp.zero.engine import StepResult
 
 
 def test_mfu_is_relative_to_the_peak_of_the_products() -> None:
     """6 GFLOP per token and 100,000 tokens per second are 600 TFLOP/s."""
     peaks = {dtype: peak_tflops("NVIDIA H200", dtype) for dtype in ("bfloat16", "float8")}
-    of_16_bits = Throughput(6e9, 1, peaks["bfloat16"]).record(100_000, 1.0)
-    of_8_bits = Throughput(6e9, 1, peaks["float8"], peaks["bfloat16"]).record(100_000, 1.0)
+    both = {"mfu": peaks["float8"], "mfu_16bit": peaks["bfloat16"]}
+    of_16_bits = throughput(100_000, 1.0, 6e9, 1, {"mfu": peaks["bfloat16"]})
+    of_8_bits = throughput(100_000, 1.0, 6e9, 1, both)
     assert of_16_bits["mfu"] == pytest.approx(600 / 989)
     assert "mfu_16bit" not in of_16_bits
     assert of_8_bits["mfu"] == pytest.approx(600 / 1979)

@@ -1,19 +1,21 @@
 """TensorBoard's tags and axes, W&B's names, and a sink that hangs."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.reporting.metrics import Record
 from megatron_zpp.reporting.sinks import (
     MEGATRON_TAGS,
     WANDB_TAGS,
-    MetricsFile,
-    TensorBoard,
     ThreadedSink,
+    Write,
+    metrics_file,
     tagged,
+    tensorboard,
 )
 from tests.reporting.test_curves import step
 
@@ -27,9 +29,8 @@ def scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_has_a_curve_of_each_number_and_text(tmp_path: Path) -> None:
-    sink = TensorBoard(str(tmp_path), Progress())
-    sink.write({**step(5, 3.5), "inter_node_bytes": 7})
-    sink.close()
+    with tensorboard(str(tmp_path), Progress()) as write:
+        write({**step(5, 3.5), "inter_node_bytes": 7})
     assert scalars(tmp_path, "lm loss") == [(5, 3.5)]
     assert scalars(tmp_path, "iteration-time") == [(5, 2.0)]  # seconds
     assert scalars(tmp_path, "consumed_samples") == [(5, 20.0)]
@@ -63,45 +64,36 @@ def test_names_are_megatrons() -> None:
 
 
 def test_a_step_back_hides_later_values(tmp_path: Path) -> None:
-    first = TensorBoard(str(tmp_path), Progress())
-    for iteration in range(1, 5):
-        first.write(step(iteration, 10.0 + iteration))
-    first.close()
-    second = TensorBoard(str(tmp_path), Progress(iteration=2, consumed_samples=8))
-    for iteration in range(3, 6):
-        second.write(step(iteration, 20.0 + iteration))
-    second.close()
+    with tensorboard(str(tmp_path), Progress()) as write:
+        for iteration in range(1, 5):
+            write(step(iteration, 10.0 + iteration))
+    with tensorboard(str(tmp_path), Progress(iteration=2, consumed_samples=8)) as write:
+        for iteration in range(3, 6):
+            write(step(iteration, 20.0 + iteration))
     expected = [(1, 11.0), (2, 12.0), (3, 23.0), (4, 24.0), (5, 25.0)]
     assert scalars(tmp_path, "lm loss") == expected
 
 
 def test_a_full_disk_loses_the_file_and_says_so() -> None:
     said: list[str] = []
-    sink = ThreadedSink("--metrics-file", lambda: MetricsFile("/dev/full"), said.append)
+    sink = ThreadedSink("--metrics-file", lambda: metrics_file("/dev/full"), said.append)
     sink.write({"iteration": 1})
     assert not sink.close(60)
     lost = " WARNING: --metrics-file is lost, and the run continues without it: "
     assert said == [f"{lost}OSError: [Errno 28] No space left on device"]
 
 
-class Hanging:
+@contextmanager
+def hanging(begun: threading.Event, over: threading.Event) -> Iterator[Write]:
     """A sink that hangs with its first record until `over`."""
-
-    def __init__(self, begun: threading.Event, over: threading.Event) -> None:
-        self._begun, self._over = begun, over
-
-    def write(self, record: Record) -> None:
-        self._begun.set()
-        self._over.wait(60)
-
-    def close(self) -> None: ...
+    yield lambda record: begun.set() or over.wait(60)
 
 
 @pytest.mark.parametrize("waiting", [0, 999, 1000, 1001])
 def test_a_sink_that_hangs_is_abandoned_however_many_records_wait(waiting: int) -> None:
     """Also when its queue, of 1,000 records, has no place for the request to end."""
     begun, over, said = threading.Event(), threading.Event(), []
-    sink = ThreadedSink("W&B", lambda: Hanging(begun, over), said.append)
+    sink = ThreadedSink("W&B", lambda: hanging(begun, over), said.append)
     sink.write({"iteration": 0})
     assert begun.wait(60)
     for iteration in range(waiting):

@@ -19,7 +19,7 @@ from megatron_zpp.config.run import LoggingConfig, TimingConfig
 from megatron_zpp.data.order_cache import write_arrays
 from megatron_zpp.data.text.open import _entry
 from megatron_zpp.reporting.profile import StepProfiler
-from megatron_zpp.reporting.sinks import MetricsFile, check_sinks
+from megatron_zpp.reporting.sinks import check_sinks, metrics_file
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.files import locked, open_shared, write_durably, write_text
 from tests.support import ROOT, environment, run
@@ -105,7 +105,8 @@ def test_metrics_follow_the_links_of_the_user_in_any_directory(tmp_path: Path) -
     (tmp_path / "first").symlink_to(tmp_path / "second")
     check_sinks(LoggingConfig(metrics_file=str(tmp_path / "first")))
     for _ in range(2):
-        MetricsFile(str(tmp_path / "first")).write({"iteration": 1})
+        with metrics_file(str(tmp_path / "first")) as write:
+            write({"iteration": 1})
     assert (tmp_path / "metrics").read_text() == '{"iteration": 1}\n' * 2
     (tmp_path / "metrics").unlink()
     (tmp_path / "metrics").symlink_to("first")
@@ -125,18 +126,19 @@ def test_metrics_follow_links_of_others_only_where_others_cannot_make_them(tmp_p
     (shared / "mine").symlink_to("planted")
     for link in ("planted", "mine"):
         if mode == 0o755:
-            MetricsFile(str(shared / link)).write({"iteration": 1})
+            with metrics_file(str(shared / link)) as write:
+                write({"iteration": 1})
             continue
         with pytest.raises(PermissionError, match="is a link of user 12345 in a directory that others can"):
-            MetricsFile(str(shared / link))
+            metrics_file(str(shared / link)).__enter__()
     assert (tmp_path / "victim").exists() == (mode == 0o755)
 
 
 def test_metrics_may_go_to_stdout_whatever_it_is(tmp_path: Path) -> None:
     """A pipe, to which no path leads, and a file."""
     code = (
-        "from megatron_zpp.reporting.sinks import MetricsFile\n"
-        "file = MetricsFile('/dev/stdout')\nfile.write({'iteration': 1})\nfile.close()"
+        "from megatron_zpp.reporting.sinks import metrics_file\n"
+        "with metrics_file('/dev/stdout') as write:\n  write({'iteration': 1})"
     )
     done = run("-c", code)
     assert (done.stdout, done.stderr) == ('{"iteration": 1}\n', "")

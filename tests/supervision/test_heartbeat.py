@@ -22,7 +22,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision import heartbeat as module
 from megatron_zpp.supervision.errors import one_line_errors
 from megatron_zpp.supervision.heartbeat import heartbeat
-from megatron_zpp.supervision.once_per_node import OncePerNode
+from megatron_zpp.supervision.once_per_node import say_here
 from megatron_zpp.supervision.process import Process
 from megatron_zpp.supervision.signals import stop_signals
 from tests.forkserver import CONTEXT
@@ -51,9 +51,9 @@ def rank_main(
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
     topology = Topology(rank, world, rank, world)
     config = DistributedConfig(heartbeat_timeout=timeout)
-    meeting = Process(prog="test", topology=topology, per_node=OncePerNode(None)).connect(config)
+    meeting = Process(prog="test", topology=topology, per_node=say_here).connect(config)
     with (
-        stop_signals("signals", topology, OncePerNode(None), saves=True) as signals,
+        stop_signals("signals", topology, say_here, saves=True) as signals,
         one_line_errors("test", topology),
         heartbeat(
             meeting.store,

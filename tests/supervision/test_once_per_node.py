@@ -12,7 +12,7 @@ import pytest
 
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision import once_per_node
-from megatron_zpp.supervision.once_per_node import OncePerNode
+from megatron_zpp.supervision.once_per_node import Say, say_here, say_once
 from tests.config.command_line import SMALLEST
 from tests.support import Run, wait_until
 
@@ -58,8 +58,8 @@ Said = Callable[..., int]
 def said(capfd: pytest.CaptureFixture[str]) -> Said:
     """How often a line was printed since the last call."""
 
-    def say(node: OncePerNode, topic: str = "topic") -> int:
-        node.say(topic, "line")
+    def say(node: Say, topic: str = "topic") -> int:
+        node(topic, "line")
         return capfd.readouterr().err.count("line\n")
 
     return say
@@ -68,7 +68,7 @@ def said(capfd: pytest.CaptureFixture[str]) -> Said:
 def test_an_error_of_an_earlier_start_is_printed_again(
     said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node, other = OncePerNode("job", tmp_path), OncePerNode("another job", tmp_path)
+    node, other = (partial(say_once, job, directory=tmp_path) for job in ("job", "another job"))
     assert [said(node), said(node), said(other), said(other), said(node, "more")] == [1, 0, 1, 0, 1]
     monkeypatch.setattr(once_per_node, "process_started", partial(time.clock_gettime, time.CLOCK_BOOTTIME))
     assert said(node) == 1  # by a process that begins after it was said
@@ -81,7 +81,7 @@ def test_an_error_of_an_earlier_start_is_printed_again(
 
 
 def test_every_rank_prints_where_other_users_can_write_the_lock(said: Said, tmp_path: Path) -> None:
-    node = OncePerNode("job", tmp_path)
+    node = partial(say_once, "job", directory=tmp_path)
     assert [said(node), said(node)] == [1, 0]
     (file,) = tmp_path.iterdir()
     file.chmod(0o666)
@@ -94,11 +94,11 @@ def test_every_rank_prints_where_other_users_can_write_the_lock(said: Said, tmp_
     file.unlink()
     os.mkfifo(file, 0o600)
     assert said(node) == 1
-    assert said(OncePerNode("job", tmp_path / "missing")) == 1
+    assert said(partial(say_once, "job", directory=tmp_path / "missing")) == 1
 
 
 def test_a_held_lock_silences_no_rank(said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    node = OncePerNode("job", tmp_path)
+    node = partial(say_once, "job", directory=tmp_path)
     assert said(node) == 1
     monkeypatch.setattr(once_per_node, "_LOCK_SECONDS", 0.05)
     (file,) = tmp_path.iterdir()
@@ -109,7 +109,7 @@ def test_a_held_lock_silences_no_rank(said: Said, tmp_path: Path, monkeypatch: p
 
 def test_a_rank_that_is_alone_on_its_node_asks_nobody() -> None:
     environment = {"MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
-    alone = OncePerNode.of(Topology(1, 2, 0, 1), {})
-    first, second, third = (OncePerNode.of(Topology(rank, 4, rank % 2, 2), environment) for rank in range(3))
-    assert alone._job is None
-    assert first._job == second._job != third._job
+    assert once_per_node.once_per_node(Topology(1, 2, 0, 1), {}) is say_here
+    topologies = (Topology(rank, 4, rank % 2, 2) for rank in range(3))
+    first, second, third = (once_per_node.once_per_node(each, environment).args for each in topologies)
+    assert first == second != third

@@ -10,9 +10,9 @@ ENDING = """
 import os, signal, sys, time
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.supervision import signals as module
-from megatron_zpp.supervision.once_per_node import OncePerNode
+from megatron_zpp.supervision.once_per_node import say_here
 module._SAME_REQUEST = 0.0
-with module.stop_signals("test", Topology(), OncePerNode(None), saves=True) as signals:
+with module.stop_signals("test", Topology(), say_here, saves=True) as signals:
     os.kill(os.getpid(), signal.SIGUSR1)
     while signals.first is None:
         time.sleep(0.01)

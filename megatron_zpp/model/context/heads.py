@@ -80,17 +80,12 @@ class AllToAllHeads(AttentionKernel):
 
     def sent(
         self, heads: int, groups: int, head_width: int, tokens: int, window: int | None
-    ) -> tuple[int, int]:
-        """See AttentionKernel; the same for any window."""
-        elements = self._to_others(2 * (heads + math.lcm(groups, self.context_ranks)) * head_width)
-        return elements, elements
-
-    def sent_behind(self, heads: int, head_width: int) -> int:
-        """See AttentionKernel: the result."""
-        return self._to_others(heads * head_width)
-
-    def _to_others(self, elements: int) -> int:
-        return elements // self.context_ranks * (self.context_ranks - 1)
+    ) -> tuple[int, int, int]:
+        """See AttentionKernel; the same for any window. The result is sent last."""
+        ranks = self.context_ranks
+        wholes = 2 * (heads + math.lcm(groups, ranks)) * head_width, heads * head_width
+        all_of_them, result = (whole // ranks * (ranks - 1) for whole in wholes)
+        return all_of_them, all_of_them, result
 
     def mask(self, x: Tensor, window: int | None, ends: Tensor | None) -> Mask:
         """That of the kernel for whole samples; x (B, S / C, …)."""

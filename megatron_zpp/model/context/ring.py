@@ -93,21 +93,19 @@ class Ring(AttentionKernel):
 
     def sent(
         self, heads: int, groups: int, head_width: int, tokens: int, window: int | None
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, int]:
         """See AttentionKernel. As many keys and values of one chunk are sent as this rank has tokens."""
         others = rounds(self.context_ranks, self._group.rank, tokens, window)[1:]
         sent, returned = sum(len(each.sent) for each in others), sum(len(each.received) for each in others)
-        return sent * groups * head_width, (sent + returned) * groups * head_width
+        return sent * groups * head_width, (sent + returned) * groups * head_width, 0
 
     def bounds(self, x: Tensor, window: int | None, ends: Tensor | None) -> Seen | None:
         """(B, T, …) -> what each token sees; None: causal, for kernels that know it."""
-        if ends is None:
-            return self._seen_in_rows(x, window) if window is not None or self._flex else None
-        return Seen(self._first_seen(x, window, ends))
-
-    def _seen_in_rows(self, x: Tensor, window: int | None) -> Seen:
-        """What tokens of whole samples see, made once per shape and window."""
-        key = *x.shape[:2], window, x.device
+        if ends is not None:
+            return Seen(self._first_seen(x, window, ends))
+        if window is None and not self._flex:
+            return None
+        key = *x.shape[:2], window, x.device  # for each of which it is made once
         if key not in self._known:
             with torch.inference_mode(False):  # a graph may keep it for a backward
                 self._known[key] = Seen(self._first_seen(x, window).contiguous())

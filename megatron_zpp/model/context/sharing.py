@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.distributed.tensor_group import TensorGroup
@@ -16,7 +16,7 @@ from megatron_zpp.model.gpt import GPT
 def share_samples(model: GPT, group: TensorGroup, tensor_rank: int = 0) -> None:
     """Leave this rank of `group` its tokens of every sample; the model's attention is `context_kernel`'s."""
     model.part = partial(own_part, ranks=group.size, rank=group.rank)
-    model.joined = partial(_joined, group=group)
+    model.joined = lambda own: from_parts(group.gather(chunks_of(own)[None]))  # for inference alone
     p = model.config.hidden_dropout
     if p > 0:
         tokens = model.config.seq_length
@@ -58,11 +58,6 @@ def exchanges_of_attention(
     heads, width, found = config.num_attention_heads // tensor_ranks, config.kv_channels, []
     for window in config.layer_windows:
         groups = config.num_query_groups // tensor_ranks
-        forward, backward = kernel.sent(heads, groups, width, config.seq_length, window)
-        found.append((forward, backward + (forward - kernel.sent_behind(heads, width)) * selective))
+        forward, backward, behind = kernel.sent(heads, groups, width, config.seq_length, window)
+        found.append((forward, backward + (forward - behind) * selective))
     return found
-
-
-def _joined(own: Tensor, *, group: TensorGroup) -> Tensor:
-    """This rank's tokens of samples (B, S / C, …) -> all (B, S, …). For inference alone."""
-    return from_parts(group.gather(chunks_of(own)[None]))

@@ -56,11 +56,6 @@ def _laid_out(codes: Tensor, rows: bool, columns: bool) -> tuple[Tensor, Tensor]
     return codes if rows else none, codes.t().contiguous() if columns else none
 
 
-def present_factors(x: Tensor, kind: int) -> Tensor:
-    """The `factors` of x itself, for a step before which nothing is known."""
-    return factors_of(scale_of(largest_finite(x), kind).expand(3))
-
-
 def largest_finite(x: Tensor) -> Tensor:
     """The largest finite magnitude of x, () fp32."""
     size = x.abs().float()

@@ -25,9 +25,11 @@ from megatron_zpp.model.fp8.cast import (
     WEIGHT,
     Cast,
     back,
+    factors_of,
+    largest_finite,
     plain_cast,
     present_cast,
-    present_factors,
+    scale_of,
 )
 
 Transpose: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # what `plain_transpose` does, perhaps by a kernel
@@ -206,7 +208,8 @@ def coded(
     """The codes of x by rows and by columns, and the number that gives x back."""
     if cast is None:
         return present_cast(x, kind, rows=rows, columns=columns)
-    known = present_factors(x, kind) if factors is None else factors
+    # Those of x itself in a step before which nothing is known
+    known = factors_of(scale_of(largest_finite(x), kind).expand(3)) if factors is None else factors
     by_rows, by_columns = cast(x.contiguous(), known, maxima, kind, rows=rows, columns=columns)
     return by_rows, by_columns, back(known, kind)
 

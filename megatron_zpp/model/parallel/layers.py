@@ -52,7 +52,7 @@ def share_layers(model: GPT, sharing: Sharing) -> None:
     group, ranks = sharing.group, sharing.group.size
     for layer in model.layers:
         attention, mlp = layer.attention, layer.mlp
-        by_row = replace(sharing, tokens=1) if layer.mlp_in_chunks else sharing
+        by_row = replace(sharing, tokens=1) if layer.mlp_chunks > 1 else sharing
         for part, into, its in ((attention, "qkv", sharing), (mlp, "input", by_row)):
             setattr(part, into, ColumnParallel(getattr(part, into), part.runs, its))
             part.output = RowParallel(part.output, sharing)

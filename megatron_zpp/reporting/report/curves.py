@@ -66,7 +66,11 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
                 continue
             if not isinstance(record, dict) or not _is_record(record):
                 raise _foreign(path, number)
-            _drop_abandoned(records, record)
+            # A run logs a step before it evaluates at that iteration: what was evaluated there before a
+            # logged step is of a line that was abandoned, and an evaluation keeps those of its iteration.
+            last = record["iteration"] - 1 if "lm_loss" in record else record["iteration"]
+            while records and records[-1]["iteration"] > last:
+                records.pop()
             records.append(record)
     if not records and (skipped or incomplete):
         raise _foreign(path, 1)
@@ -77,17 +81,6 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
         numbers = ", ".join(map(str, skipped[:_NUMBERS])) + (", …" if len(skipped) > _NUMBERS else "")
         warn(f"{path}: skipped {lines} not JSON: {numbers}")
     return records
-
-
-def _drop_abandoned(records: list[dict[str, Any]], newest: Values) -> None:
-    """Remove from the end of `records` what the run that wrote `newest` does not follow from.
-
-    A run logs a step before it evaluates at that iteration: what was evaluated there before a logged step is
-    of a line that was abandoned, and an evaluation keeps the records of its own iteration.
-    """
-    last = newest["iteration"] - 1 if "lm_loss" in newest else newest["iteration"]
-    while records and records[-1]["iteration"] > last:
-        records.pop()
 
 
 def _is_record(record: Values) -> bool:

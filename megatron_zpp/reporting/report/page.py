@@ -97,7 +97,12 @@ def _tiles(report: Report) -> list[tuple[str, str]]:
 
 def _curves(report: Report) -> str:
     """A chart for each kind of number that changes."""
-    charts = [_loss_chart(report)]
+    train, valid = (curve(report.records, name, report.axis) for name in ("lm_loss", "valid_loss"))
+    name, label = "training", AXIS_LABELS[report.axis]
+    if report.smoothing and len(train.y) > 20:
+        name, train = "training, smoothed", Curve(train.x, smoothed(train.y, report.smoothing))
+    losses = {name: train, "validation": valid}
+    charts = [chart(losses, title="Loss, nats per token", x_label=label)]
     for names, title in (
         (("grad_norm",), "Gradient norm before clipping"),
         (("learning_rate",), "Learning rate"),
@@ -112,7 +117,7 @@ def _curves(report: Report) -> str:
     ):
         found = [(name, curve(report.records, name, report.axis)) for name in names]
         curves = dict(_in_unit(name, each) for name, each in found if _worth_drawing(name, each))
-        charts.append(chart(curves, title=title, x_label=AXIS_LABELS[report.axis]))
+        charts.append(chart(curves, title=title, x_label=label))
     return "".join(charts)
 
 
@@ -127,15 +132,6 @@ def _worth_drawing(name: str, found: Curve) -> bool:
     """Whether a curve says more than a number: counts, batch and scale only if they change."""
     steady = ("skipped", "nan", "global_batch_size", "loss_scale", "inter_node_bytes", "intra_node_bytes")
     return len(found.y) > 1 and not (name in steady and len(set(found.y)) == 1)
-
-
-def _loss_chart(report: Report) -> str:
-    train, valid = (curve(report.records, name, report.axis) for name in ("lm_loss", "valid_loss"))
-    name = "training"
-    if report.smoothing and len(train.y) > 20:
-        name, train = "training, smoothed", Curve(train.x, smoothed(train.y, report.smoothing))
-    curves = {name: train, "validation": valid}
-    return chart(curves, title="Loss, nats per token", x_label=AXIS_LABELS[report.axis])
 
 
 def _times(records: Records) -> dict[str, str]:

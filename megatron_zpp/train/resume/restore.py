@@ -28,14 +28,9 @@ from megatron_zpp.train.resume.changes import (
     row_scaling_changes,
     setting_changes,
 )
-from megatron_zpp.train.resume.start import Start, named
+from megatron_zpp.train.resume.start import Start
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 from megatron_zpp.zero.engine import ZeroEngine
-
-_SCHEDULE_GOES_ON = (
-    " --no-load-optim: the learning rate continues its schedule, and the moments start at zero; --finetune "
-    "restarts schedule and iteration"
-)
 
 
 def restore(
@@ -54,20 +49,19 @@ def restore(
 
         load_weights(settings.huggingface, engine, config.model, tokenizer)
         line = f" loaded the weights of {settings.load}; starting at iteration 0"
-        return Start(named(Progress(), settings, exchange_for), [line])
+        return Start(lines=[line])
     assert settings.load is not None  # a run without starts from new weights
     load = partial(_load, config, engine, tokenizer, schedule)
     found = load_newest(settings.load, settings.ckpt_step, load, exchange_for, files)
     if found is None:
-        return Start(named(Progress(), settings, exchange_for), [" starting from initial weights"])
+        return Start()
     exchange = exchange_for("load/warnings")
     with bounded(exchange, "--load", settings.load):
         if engine.topology.rank == 0:
             exchange.put("warnings", files.run(partial(_directory_warnings, settings), exchange))
         warnings = exchange.get("warnings")
     warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in found.passed_over]
-    progress = named(found.loaded.progress, settings, exchange_for)
-    return Start(progress, [*warnings, *found.loaded.lines])
+    return replace(found.loaded, lines=[*warnings, *found.loaded.lines])
 
 
 def _directory_warnings(config: CheckpointConfig, on_progress: OnProgress) -> list[str]:
@@ -106,7 +100,8 @@ def _load(
             changes += residual_changes(kinds, engine.states.kinds)
             changes += row_scaling_changes(saved, present)
         else:
-            changes += [_SCHEDULE_GOES_ON]
+            continues = "the learning rate continues its schedule, and the moments start at zero"
+            changes += [f" --no-load-optim: {continues}; --finetune restarts schedule and iteration"]
     without = "" if with_optimizer else " without the optimizer's state"
     line = (
         f" loaded {path}{without}; resuming at iteration {progress.iteration}, "

@@ -1,35 +1,32 @@
-"""Where a run starts: from new weights, or from what restore.py finds in --load."""
+"""Where a run starts: checked before anything is built, and the run's name."""
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_zpp.checkpoint.directory import TRACKER, each_candidate, iteration_of, newest_first
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.root import Config
 from megatron_zpp.config.run import CheckpointConfig
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.storage.location import is_object, location
-from megatron_zpp.train.schedule.run_schedule import RunSchedule
-from megatron_zpp.zero.engine import ZeroEngine
 
 
 @dataclass(frozen=True)
 class Start:
-    """The progress that a run starts from, and log lines that say where it was loaded from."""
+    """The progress that a run starts from, and log lines that say where it was loaded from.
 
-    progress: Progress
-    lines: list[str]
+    By default new weights.
+    """
+
+    progress: Progress = Progress()
+    lines: Sequence[str] = (" starting from initial weights",)
 
 
 def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[str, Any]) -> None:
@@ -61,18 +58,6 @@ def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[st
         )
 
 
-def start_of(
-    config: Config, engine: ZeroEngine, tokenizer: dict[str, Any], store: dist.Store, schedule: RunSchedule
-) -> Start:
-    """Where the run starts; with --load, what `restore` returns. Every rank must call it."""
-    if config.checkpoint.load is not None:
-        from megatron_zpp.train.resume.restore import restore
-
-        return restore(config, engine, tokenizer, store, schedule)
-    exchange_for = partial(Exchange, store, engine.topology, config.distributed.timeout)
-    return Start(named(Progress(), config.checkpoint, exchange_for), [" starting from initial weights"])
-
-
 def saves_where_it_loads(config: CheckpointConfig) -> bool:
     if config.save is None or config.load is None:
         return False
@@ -102,11 +87,10 @@ def _check_nothing_newer(config: CheckpointConfig, *, start: int) -> None:
     raise option_error("--save", config.save, f"{fix}; {resume}, or another --save")
 
 
-def named(progress: Progress, config: CheckpointConfig, exchange_for: Callable[[str], Exchange]) -> Progress:
+def named(progress: Progress, config: CheckpointConfig, exchange: Exchange) -> Progress:
     """`progress` with the name of the run: a new one unless the run resumes in the directory it saves to."""
     if progress.run and saves_where_it_loads(config):
         return progress
-    exchange = exchange_for("run")
     if exchange.topology.rank == 0:
         exchange.put("name", secrets.token_hex(4))
     return replace(progress, run=exchange.get("name"))

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -34,12 +35,16 @@ class Saver:
     def __init__(self, run: Run) -> None:
         """The lease of --save is checked before a checkpoint is begun and before it is committed."""
         config, lease = run.config, run.ranks.lease
-        self._engine, self._reporter, self._store = run.engine, run.reporter, run.ranks.store
+        assert config.checkpoint.save is not None  # the loop makes no Saver without
+        self._directory = location(config.checkpoint.save)
+        self._engine, self._reporter = run.engine, run.reporter
         self._tokenizer, self._tokenizer_files = run.tokenizer, run.tokenizer_files
         self._settings, self._saved_config = config.checkpoint, config.to_json()
         self._may_write = lease.check if lease is not None else lambda: None
         self._files = FileWorker()
-        self._timeout = config.distributed.timeout
+        topology, timeout = run.engine.topology, config.distributed.timeout
+        self._exchange = partial(Exchange, run.ranks.store, topology, timeout)
+        self._shards = partial(shards_of, run.engine, with_optimizer=config.checkpoint.save_optim)
         self._newest = run.start if config.checkpoint.save == config.checkpoint.load else None
         self._saves = 0
         self._written: tuple[Location, Checksums] | None = None  # the newest save, if it is committed
@@ -59,12 +64,12 @@ class Saver:
         return interval is not None and interval > 0 and progress.iteration % interval == 0
 
     def save(self, progress: Progress) -> None:
-        """Save at `progress`, or start to. Does nothing without --save or if `progress` is already saved.
+        """Save at `progress`, or start to. Does nothing if `progress` is already saved.
 
         Waits for the previous save, so that at most one is in progress.
         """
         self._wait()  # first: all ranks must agree on whether the newest save succeeded
-        if self._settings.save is None or progress == self._newest:
+        if progress == self._newest:
             return
         self._newest, self._failure = progress, None
         snapshot = self._snapshot
@@ -77,7 +82,7 @@ class Saver:
             config=self._saved_config,
             tokenizer=self._tokenizer,
         )
-        path = location(self._settings.save) / checkpoint_name(progress.iteration)
+        path = self._directory / checkpoint_name(progress.iteration)
         self._saves += 1
         self._written = None
         if snapshot is None:
@@ -113,12 +118,6 @@ class Saver:
         self._wait()
         self._warn()
         self._writer.shutdown()
-
-    def _shards(self) -> dict[str, Tensor]:
-        return shards_of(self._engine, with_optimizer=self._settings.save_optim)
-
-    def _exchange(self, purpose: str) -> Exchange:
-        return Exchange(self._store, self._engine.topology, self._timeout, purpose)
 
     def _write(self, path: Location, tensors: dict[str, Tensor], state: dict[str, Any]) -> str:
         """Write one checkpoint from all ranks and return the log line; on any thread."""

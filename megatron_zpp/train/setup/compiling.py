@@ -8,22 +8,20 @@ import os
 from collections.abc import Callable, MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.model.chunks import chunk_shape
 from megatron_zpp.model.gpt import GPT
-from megatron_zpp.model.layer import Half, Layer
+from megatron_zpp.model.layer import Half, KVCache, Layer
 from megatron_zpp.model.masks import Mask
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.model.rotary import Rotation
 from megatron_zpp.native.cache import cache_directory
-
-if TYPE_CHECKING:
-    from megatron_zpp.model.kv_cache import LayerCache
 
 _CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -66,18 +64,19 @@ def compile_parts(
     whole = not model.attention.splits_graphs
     passes = matmuls.fuse(model) if on_gpu else None
     hidden = model.hidden_shape(*shape)
-    graph = partial(_graph, ready=ready, recomputed=model.tensor_ranks * model.attention.context_ranks == 1)
+    shared = model.tensor_ranks * model.attention.context_ranks > 1
+    graph = partial(_graph, backend=backend, say=say, ready=ready, recomputed=not shared)
     first = model.layers[0]
     run = Half.run if first.in_halves else Layer.run
 
-    def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: "LayerCache | None") -> bool:
+    def is_usual(x: Tensor, mask: Mask, rotation: Rotation, cache: KVCache | None) -> bool:
         return x.shape == hidden and mask.documents == masked and cache is None
 
     # Layers with the same window and positions have one graph.
     kinds = list(zip(model.windows, model.config.layers_with_rope, strict=True))
-    runs = {kind: graph(run, is_usual, _Backend(backend, say), whole) for kind in set(kinds)}
-    rows = _rows_of_an_mlp(first, hidden)
-    run_mlp = graph(Half.run, lambda x: x.shape == rows, _Backend(backend, say), True)
+    runs = {kind: graph(run, is_usual, whole) for kind in set(kinds)}
+    rows = hidden if first.mlp_chunks == 1 else chunk_shape(hidden, first.mlp_chunks)
+    run_mlp = graph(Half.run, lambda x: x.shape == rows, True)
     for layer, kind in zip(model.layers, kinds, strict=True):
         if layer.in_halves:
             attention, mlp = layer.halves
@@ -87,86 +86,50 @@ def compile_parts(
     model.head.compile_loss(partial(torch.compile, backend=backend, fullgraph=True, dynamic=False), passes)
 
 
-def _rows_of_an_mlp(layer: Layer, hidden: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what an MLP computes at a time, of hidden states of this shape."""
-    if not layer.mlp_in_chunks:
-        return hidden
-    from megatron_zpp.model.chunks import ChunkedHalf, chunk_shape
-
-    mlp = layer.halves[1]
-    assert isinstance(mlp, ChunkedHalf)
-    return chunk_shape(hidden, mlp.chunks)
-
-
 def _graph(
     plain: Callable[..., Tensor],
     is_usual: Callable[..., bool],
-    maker: "_Backend",
     whole: bool,
     *,
+    backend: str,
+    say: Callable[[str], None],
     ready: Callable[[], bool],
     recomputed: bool,
 ) -> Callable[..., Tensor]:
     """What computes a unit: a graph of `plain` for inputs that are usual, else `plain` itself.
 
     It takes the unit's module and its inputs. `whole`: nothing of it may be outside of the graph. `ready` as
-    in `compile_parts`; `recomputed` as in `_without_graph`.
+    in `compile_parts`; until then a step with gradients is `recomputed`, so that it takes no more memory
+    than a graph. Where ranks share the unit it is not: exchanges of a recomputation would not be counted.
     """
     from torch._dynamo.exc import TorchDynamoException  # takes seconds: only runs that compile import it
 
-    compiled = torch.compile(plain, backend=maker, fullgraph=whole, dynamic=False)
+    finished: set[bool] = set()  # with gradients, without them: those with which a unit has run
+
+    def make(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        if torch.is_grad_enabled() in finished:  # it needs one graph with gradients, and one without
+            why = "TORCH_LOGS=recompiles says why"
+            say(f"warning: torch.compile compiles a layer again, which takes a while; {why}")
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    compiled = torch.compile(plain, backend=make, fullgraph=whole, dynamic=False)
 
     def run(module: nn.Module, x: Tensor, *others: Any) -> Tensor:
-        if not is_usual(x, *others):
+        usual, known = is_usual(x, *others), ready()
+        if usual and not known and recomputed and torch.is_grad_enabled():
+            return checkpoint(plain, module, x, *others, use_reentrant=False)
+        if not usual or not known:
             return plain(module, x, *others)
-        if not ready():
-            return _without_graph(plain, module, x, *others, recomputed=recomputed)
-        if others and others[0].documents:
-            _any_number_of(others[0])
+        ends = others[0].bounds if others and others[0].documents else None
+        if isinstance(ends, Tensor) and ends.dim() == 1:
+            torch._dynamo.maybe_mark_dynamic(ends, 0)  # one graph for few documents in a batch and for many
         try:
             out = compiled(module, x, *others[:2])  # mask and rotation, where there are any
         except TorchDynamoException as error:
             cause = getattr(error, "inner_exception", error)
             said = f"{type(cause).__name__}: {cause}".strip().splitlines()[0]
             raise RuntimeError(f"torch.compile failed; --no-compile trains without it: {said}") from error
-        maker.finished.add(torch.is_grad_enabled())
+        finished.add(torch.is_grad_enabled())
         return out
 
     return run
-
-
-def _any_number_of(documents: Mask) -> None:
-    """Let one graph compute batches with few documents and with many, where their ends are the mask."""
-    if isinstance(documents.bounds, Tensor) and documents.bounds.dim() == 1:
-        torch._dynamo.maybe_mark_dynamic(documents.bounds, 0)
-
-
-def _without_graph(
-    plain: Callable[..., Tensor], module: nn.Module, x: Tensor, *others: Any, recomputed: bool
-) -> Tensor:
-    """The unit for a step with gradients, in no more memory than a graph takes.
-
-    Where ranks share it, it is not recomputed: exchanges of a recomputation would not be counted.
-    """
-    if recomputed and torch.is_grad_enabled():
-        return checkpoint(plain, module, x, *others, use_reentrant=False)
-    return plain(module, x, *others)
-
-
-class _Backend:
-    """Torch's compiler, with a warning when it is called again although layers have already run.
-
-    Layers run with gradients and without them, and need one graph for each.
-    """
-
-    def __init__(self, name: str, say: Callable[[str], None]) -> None:
-        self._name, self._say = name, say
-        self.finished: set[bool] = set()  # with gradients, without them: those with which a layer has run
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        from torch._dynamo import lookup_backend
-
-        if torch.is_grad_enabled() in self.finished:
-            why = "TORCH_LOGS=recompiles says why"
-            self._say(f"warning: torch.compile compiles a layer again, which takes a while; {why}")
-        return lookup_backend(self._name)(graph, inputs)

@@ -71,7 +71,13 @@ def prepare_device(config: Config, topology: Topology) -> Device:
         say(f"warning: layers are not compiled and run more slowly: compiling needs {missing}")
     deterministic = config.training.deterministic_mode
     if deterministic:
-        _fix_order_of_sums(topology, compiles=compiles or on_gpu)
+        from megatron_zpp.train.setup.determinism import fix_order_of_sums
+
+        if compiles or on_gpu:  # torch may compile something
+            from megatron_zpp.train.setup.compiling import prepare_compiler
+
+            prepare_compiler(topology, os.environ)  # as the mode lets torch read these variables
+        fix_order_of_sums(os.environ)  # before kernels are tried and ranks join
     with usage_errors():
         backend = resolve_fused_backend(config, device.type, compiles=compiles)
     attention = attention_choice(config, device).make()
@@ -87,17 +93,6 @@ def prepare_device(config: Config, topology: Topology) -> Device:
         needed=config.zero.quantizes or config.optimizer.compact,
     )
     return Device(device, backend, operations, attention, compiles, say)
-
-
-def _fix_order_of_sums(topology: Topology, *, compiles: bool) -> None:
-    """Before kernels are tried and ranks join. `compiles`: torch may compile something."""
-    from megatron_zpp.train.setup.determinism import fix_order_of_sums
-
-    if compiles:
-        from megatron_zpp.train.setup.compiling import prepare_compiler
-
-        prepare_compiler(topology, os.environ)  # here already, as the mode lets torch read these variables
-    fix_order_of_sums(os.environ)
 
 
 def attention_choice(config: Config, device: torch.device | None) -> Choice:

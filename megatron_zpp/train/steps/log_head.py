@@ -7,15 +7,16 @@ import torch
 
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.words import counted
-from megatron_zpp.data.open import Splits
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.model.gpt import GPT
+from megatron_zpp.train.run import Run
 from megatron_zpp.zero.engine import ZeroEngine
 
 
-def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Splits) -> list[str]:
-    """Lines on the versions, the devices, the model and the data of a run."""
+def head_lines(run: Run) -> list[str]:
+    """Lines on the versions, the devices, the model, the data and the planned memory of a run."""
+    config, engine, vocab_size = run.config, run.engine, run.tokenizer["vocab_size"]
     model, topology = config.model, engine.topology
     parameters = parameter_count(model, vocab_size)
     name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "CPU"
@@ -47,10 +48,10 @@ def head_lines(config: Config, vocab_size: int, engine: ZeroEngine, splits: Spli
     if spare := engine.spare.count:
         lines.append(f" matrix products leave {spare} multiprocessors to NCCL")
     for split in ("train", "valid", "test"):
-        samples = getattr(splits, split)
+        samples = getattr(run.splits, split)
         if samples is not None:
             lines.append(f" {split}: {samples.describe()}")
-    return lines
+    return [*lines, *_plan_lines(config, vocab_size, engine)]
 
 
 def _sharing_ranks(mesh: Mesh) -> str:
@@ -61,7 +62,7 @@ def _sharing_ranks(mesh: Mesh) -> str:
     return f", {counted(mesh.data_ranks, 'data rank')}{context}{tensor}"
 
 
-def plan_lines(config: Config, vocab_size: int, engine: ZeroEngine) -> list[str]:
+def _plan_lines(config: Config, vocab_size: int, engine: ZeroEngine) -> list[str]:
     """On rank 0, the planned memory of each GPU. That of a CPU is not planned; it is assumed to suffice."""
     if engine.topology.rank != 0 or engine.device.type != "cuda":
         return []

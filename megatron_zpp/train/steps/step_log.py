@@ -1,16 +1,19 @@
 """What a run logs of its steps: sums over a log interval, throughput, memory and times."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.model.flops import flops_per_token
 from megatron_zpp.reporting.metrics import (
     Interval,
-    Record,
     Stopwatch,
-    Throughput,
     losses_of,
     memory_record,
+    peaks_of,
+    throughput,
 )
 from megatron_zpp.reporting.timing import report_times
 from megatron_zpp.train.run import Run
@@ -24,23 +27,17 @@ class StepLog:
         config, engine = run.config, run.engine
         self._engine, self._reporter, self._logging = engine, run.reporter, config.logging
         self._seq_length = config.model.seq_length
-        self._throughput = Throughput.of(
-            config.model,
-            run.tokenizer["vocab_size"],
+        self._throughput = partial(
+            throughput,
+            flops_per_token=flops_per_token(config.model, run.tokenizer["vocab_size"]),
             devices=engine.topology.world_size,
-            device=engine.device,
-            dtype=config.precision.compute_dtype(engine.device.type),
-            fp8=config.precision.fp8,
+            peaks=peaks_of(engine.device, config.precision),
         )
         self._timing = config.timing
         self._interval = Interval(engine.device)
+        self.watch = Stopwatch()  # of the time of steps: pause it for everything else
         self._rate = 0.0  # the learning rate of the newest step
         self._decoupled_rate: float | None = None  # of the newest step
-
-    @property
-    def watch(self) -> Stopwatch:
-        """Measures the time of steps: pause it for everything else."""
-        return self._interval.watch
 
     def add(
         self,
@@ -71,7 +68,7 @@ class StepLog:
         traffic = self._engine.sum_over_ranks(torch.tensor(interval.traffic, device=self._engine.device))
         intra_node, inter_node = (traffic // interval.iterations).tolist()
         times, lines = report_times(self._timing, self._engine, interval.iterations)
-        seconds = interval.watch.lap()
+        seconds, rate, logs_norm = self.watch.lap(), self._decoupled_rate, self._logging.log_params_norm
         self._reporter.log(
             {
                 "iteration": progress.iteration,
@@ -80,14 +77,15 @@ class StepLog:
                 **z_loss,
                 "grad_norm": result.grad_norm.item(),
                 "learning_rate": self._rate,
-                **self._more(),
+                **({} if rate is None else {"decoupled_learning_rate": rate}),
+                **({"params_norm": self._engine.weights_norm().item()} if logs_norm else {}),
                 "global_batch_size": interval.batch,
                 "loss_scale": result.loss_scale.item(),
                 "skipped": int(interval.skipped.item()),
                 "nan": int(nans.sum().item()),
                 **({} if interval.raised_units is None else {"raised_units": interval.raised_units}),
                 "elapsed_ms": 1000 * seconds / interval.iterations,
-                **self._throughput.record(interval.samples * self._seq_length, seconds),
+                **self._throughput(interval.samples * self._seq_length, seconds),
                 "intra_node_bytes": intra_node,
                 "inter_node_bytes": inter_node,
                 **memory_record(self._engine.device),
@@ -96,13 +94,4 @@ class StepLog:
         )
         for line in lines:
             self._reporter.say(line)
-        self._interval = Interval(self._engine.device, watch=interval.watch)  # which was lapped
-
-    def _more(self) -> Record:
-        """The numbers that flags ask for; every rank must call it."""
-        found: Record = {}
-        if self._decoupled_rate is not None:
-            found["decoupled_learning_rate"] = self._decoupled_rate
-        if self._logging.log_params_norm:
-            found["params_norm"] = self._engine.weights_norm().item()
-        return found
+        self._interval = Interval(self._engine.device)

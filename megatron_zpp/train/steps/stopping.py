@@ -66,7 +66,6 @@ class StopConditions:
         """`lease` is that of --save, on rank 0."""
         self._engine = engine
         self._training, self._signals, self._lease = training, signals, lease
-        self._loss_scale = engine.loss_scale
         self._vote = Vote(len(STOP_SIGNALS) + 2, engine.topology, engine.device)
         self._started = _now()
         with suppress(OSError):
@@ -76,7 +75,7 @@ class StopConditions:
 
     def after_step(self, iteration: int, result: StepResult) -> None:
         """Raise Stop if the run has to end here; `iteration` counts this step."""
-        not_finite = result.skipped * self._loss_scale.is_lowest(result.loss_scale)
+        not_finite = result.skipped * self._engine.loss_scale.is_lowest(result.loss_scale)
         self._stop_if_asked(self._vote.turn(self._flags(), not_finite))
         self._voted_step = iteration
         interval = self._training.exit_interval
