@@ -101,14 +101,17 @@ class Options:
     """A group of settings. Subclasses declare fields with `option` and rules across fields in `check`."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check_choice(field, getattr(self, field.name))
-            _check_bounds(field, getattr(self, field.name))
-        self.check()
-        for field in dataclasses.fields(self):
-            needs = field.metadata["needs"]
-            if needs and getattr(self, field.name) != field.default and not self._has(needs):
-                raise self.error(field.name, f"needs {needs}")
+        """Raise ValueError, with a line per refused value; rules across fields need all of these."""
+        fields = dataclasses.fields(self)
+        refused = [error for field in fields if (error := value_error(field, getattr(self, field.name)))]
+        if not refused:
+            self.check()
+            for field in fields:
+                needs = field.metadata["needs"]
+                if needs and getattr(self, field.name) != field.default and not self._has(needs):
+                    refused.append(self.error(field.name, f"needs {needs}"))
+        if refused:
+            raise ValueError("\n".join(map(str, refused)))
 
     def check(self) -> None:
         """Raise an `option_error` if fields contradict each other."""
@@ -204,20 +207,13 @@ def make_parser(
     return parser
 
 
-def parse_groups(
-    parser: argparse.ArgumentParser, groups: Iterable[str], argv: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """Return what was typed, by group and field; other fields are absent, so that presets can fill them."""
-    typed, unknown = parse_known(parser, groups, argv)
-    if unknown:
-        raise UsageError(unknown)
-    return typed
-
-
 def parse_known(
     parser: argparse.ArgumentParser, groups: Iterable[str], argv: Sequence[str]
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """Return what `parse_groups` does, and a message on words that mean nothing; empty without any."""
+    """Return what was typed, by group and field, and a message on words that mean nothing; empty without any.
+
+    Other fields are absent, so that presets can fill them. Text that is no number is text, for `value_error`.
+    """
     namespace, unknown = parser.parse_known_args(list(argv))
     lists_flags = getattr(parser, "lists_flags", "--help")
     message = f"{_unknown_message(parser, unknown)} ({lists_flags} lists every flag)" if unknown else ""
@@ -238,15 +234,6 @@ def with_home(value: Any) -> Any:
     if isinstance(value, str) and _HOME.match(value):
         return _HOME.sub(lambda found: os.path.expanduser("~"), value)
     return value
-
-
-def parse_all(
-    groups: Mapping[str, type[Options]], prog: str, description: str, argv: Sequence[str]
-) -> dict[str, Any]:
-    """Return one instance of every group, by name. Raises UsageError for a bad command line."""
-    typed = parse_groups(make_parser(prog, description, groups), groups, argv)
-    with usage_errors():
-        return {name: cls(**typed[name]) for name, cls in groups.items()}
 
 
 class UsageError(ValueError):
@@ -321,26 +308,51 @@ def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
     if hint is bool:
         return {"action": "store_false" if field.default is True else "store_true"}
     if typing.get_origin(hint) is typing.Literal:
-        return {"choices": typing.get_args(hint), **required}
+        return {"metavar": f"{{{','.join(map(str, typing.get_args(hint)))}}}", **required}
     metavar = field.metadata["metavar"] or _metavar(hint, field.name)
     if typing.get_origin(hint) is tuple:
         parts = typing.get_args(hint)
         count = "+" if parts[-1] is Ellipsis else len(parts)
-        return {"type": parts[0], "nargs": count, "metavar": metavar, **required}
-    if field.metadata["auto"]:
-        hint, metavar = whole_or_auto, f"{metavar}|{AUTO}"
-    return {"type": hint, "metavar": metavar, **required}
+        return {"type": reader(parts[0]), "nargs": count, "metavar": metavar, **required}
+    metavar = f"{metavar}|{AUTO}" if field.metadata["auto"] else metavar
+    return {"type": reader(hint), "metavar": metavar, **required}
 
 
-def whole_or_auto(text: str) -> int:
-    """Return a whole number, or AUTO. Raises ValueError for other text."""
-    return AUTO if text == AUTO else int(text)
+def reader(kind: type) -> Callable[[str], Any]:
+    """Return what reads a value of a kind from text; text that is no number stays as it is."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return read
+
+
+def is_read(value: Any, kind: type | None) -> bool:
+    """Return whether a value of a kind, or each of several, is what `reader` could read."""
+    values = value if isinstance(value, tuple) else (value,)
+    return kind not in (int, float) or not any(isinstance(one, str) for one in values)
+
+
+def accepted(hint: Any) -> str:
+    """Return what a field of a type accepts, in words."""
+    return " or ".join(map(str, choices(hint))) or _WORDS.get(_kind(hint), "")
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def _metavar(hint: Any, name: str) -> str:
     """Return N for whole numbers, X for other numbers, else the last word of the name in capitals."""
-    (hint, *_) = typing.get_args(hint) or (hint,)
-    return {int: "N", float: "X"}.get(hint) or name.rsplit("_", 1)[-1].upper()
+    return {int: "N", float: "X"}.get(_kind(hint)) or name.rsplit("_", 1)[-1].upper()
+
+
+def _kind(hint: Any) -> Any:
+    """Return T of T, T | None, tuple[T, ...] and so on."""
+    parts = () if typing.get_origin(hint) is typing.Literal else typing.get_args(hint)
+    return _kind(parts[0]) if parts else hint
 
 
 def choices(hint: Any) -> tuple[Any, ...]:
@@ -349,27 +361,26 @@ def choices(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(literals[0]) if literals else ()
 
 
-def _check_choice(field: dataclasses.Field, value: object) -> None:
-    """Refuse what no command line could give: Python code makes configurations too."""
-    known = choices(field.type)
+def value_error(field: dataclasses.Field, value: object) -> ValueError | None:
+    """Return the error for a value that a field cannot have, whatever the others are."""
+    flag, auto, known = flag_of(field), f" or {AUTO}" * field.metadata["auto"], choices(field.type)
     if known and value not in (*known, field.default):
-        raise option_error(flag_of(field), value, f"must be {' or '.join(map(str, known))}")
-
-
-def _check_bounds(field: dataclasses.Field, value: object) -> None:
-    numbers = value if isinstance(value, tuple) else (value,)
+        return option_error(flag, value, f"must be {accepted(field.type)}")
     defaults = field.default if isinstance(field.default, tuple) else (field.default,)
-    for number in numbers:
+    for number in value if isinstance(value, tuple) else (value,):
         if number == "" and "" not in defaults:
-            raise option_error(flag_of(field), "''", "must not be empty; omit the flag or give it a value")
+            return option_error(flag, "''", "must not be empty; omit the flag or give it a value")
+        if not is_read(number, _kind(field.type)) and not (auto and number == AUTO):
+            return option_error(flag, value, f"must be {accepted(field.type)}{auto}")
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         if isinstance(number, float) and not math.isfinite(number):
-            raise option_error(flag_of(field), number, "must be a finite number")
+            return option_error(flag, number, "must be a finite number")
         for name, bound in field.metadata["bounds"].items():
             holds, words = _BOUNDS[name]
             if not holds(number, bound):
-                raise option_error(flag_of(field), value, f"must be {words} {bound}")
+                return option_error(flag, value, f"must be {words} {bound}")
+    return None
 
 
 _BOUNDS = {

@@ -8,7 +8,8 @@ from typing import Literal
 
 import pytest
 
-from megatron_zpp.config.options import Options, UsageError, make_parser, option, option_error, parse_all
+from megatron_zpp.config.command_line import command_groups
+from megatron_zpp.config.options import Options, UsageError, make_parser, option, option_error
 from tests.support import environment, refusal, run
 
 
@@ -27,7 +28,7 @@ class Kitchen(Options):
 
 
 def parse(*argv: str) -> Kitchen:
-    return parse_all({"kitchen": Kitchen}, "cook", "Cooks.", argv)["kitchen"]
+    return command_groups({"kitchen": Kitchen}, "Cooks.", argv)["kitchen"]
 
 
 def test_every_kind_of_field_is_read() -> None:

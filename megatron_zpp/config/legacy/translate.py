@@ -19,7 +19,16 @@ from megatron_zpp.config.legacy.old_flags import (
 )
 from megatron_zpp.config.legacy.reasons import EXPERTS, NO_TABLE, Reason, reason_of
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import AUTO, UsageError, flag_name, option_error, parse_known
+from megatron_zpp.config.options import (
+    AUTO,
+    UsageError,
+    accepted,
+    flag_name,
+    is_read,
+    option_error,
+    parse_known,
+    reader,
+)
 from megatron_zpp.config.sources.provided import OTHERS, Provided
 
 PIPELINE = "--pipeline-model-parallel-size"
@@ -60,8 +69,7 @@ class Translation:
             refused = Provided({}, {})
             self._refuse(refused)
             raise UsageError(refused.explain(str(error))) from None
-        self._old = self.typed[OTHERS]
-        self.pipeline: int = self._old.pop(PIPELINE, 1)
+        self._old, self.pipeline = self.typed[OTHERS], 1
 
     def gives(self, *names: str) -> bool:
         """Whether one of some flags is given."""
@@ -75,24 +83,29 @@ class Translation:
         return tuple(line for line, any_of in zip(lines, (self._renamed, idle), strict=True) if any_of)
 
     def obey(self, provided: Provided) -> None:
-        """Add the values of old flags to `provided`, and the flags that are refused.
-
-        Raises ValueError for a value that contradicts another flag.
-        """
-        if self.pipeline < 1:
-            raise option_error(PIPELINE, self.pipeline, "must be at least 1")
+        """Add the values of old flags to `provided`, and the flags and values that are refused."""
         self._refuse(provided)
-        for name, value in self._old.items():
-            flag = _BY_NAME[name]
-            words = _words(name, value)
-            if not flag.accepts(value):
-                provided.refuse(words, flag.otherwise)
-            elif flag.means and value not in flag.means:
-                provided.refuse(words, f"must be {' or '.join(flag.means)}")
-            else:
-                for field_path, setting in (flag.means[value] if flag.means else flag.gives).items():
-                    provided.put(field_path, value if setting is VALUE else setting, name, _shown(value))
-                self._note(flag)
+        for name, value in tuple(self._old.items()):
+            with provided.collected():
+                self._obey(provided, _BY_NAME[name], value)
+
+    def _obey(self, provided: Provided, flag: OldFlag, value: Any) -> None:
+        """Add the values of one flag. Raises ValueError for one that it cannot have, or that contradicts."""
+        known = " or ".join(flag.means) or accepted(flag.takes)
+        if not is_read(value, flag.takes) or (flag.means and value not in flag.means):
+            del self._old[flag.name]
+            provided.lack(path for given in (flag.gives, *flag.means.values()) for path in given)
+            raise option_error(flag.name, value, f"must be {known}")
+        if flag.name == PIPELINE:
+            if value < 1:
+                raise option_error(PIPELINE, value, "must be at least 1")
+            self.pipeline = value
+        elif not flag.accepts(value):
+            provided.refuse(_words(flag.name, value), flag.otherwise)
+        else:
+            for field_path, setting in (flag.means[value] if flag.means else flag.gives).items():
+                provided.put(field_path, value if setting is VALUE else setting, flag.name, _shown(value))
+            self._note(flag)
 
     def settle(self, provided: Provided) -> None:
         """Apply lower bounds and lengths in tokens, after all other values.
@@ -183,7 +196,7 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
     for name, flag in _BY_NAME.items():
         if flag.refused:
             continue
-        details: dict[str, Any] = {"action": "store_true"} if flag.takes is None else {"type": flag.takes}
+        details: dict[str, Any] = {"type": reader(flag.takes)} if flag.takes else {"action": "store_true"}
         details |= {"nargs": "+"} if flag.many else {}
         hidden.add_argument(name, dest=f"{OTHERS}.{name}", help=argparse.SUPPRESS, **details)
     known = ", ".join(flag.name for flag in RENAMED)
