@@ -34,12 +34,9 @@ def option(
     typed: bool = True,
     needs: str = "",
     auto: bool = False,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
+    **bounds: float,
 ) -> Any:
-    """Declare a field that is also a flag.
+    """Declare a field that is also a flag; `bounds` are at_least, at_most, above and below.
 
     Unless `flag` names it, the flag is `--` and the field's name with dashes. A boolean that defaults to True
     becomes `--no-…`; `bool | None` gets both forms. Type and choices come from the annotation. `metavar` is
@@ -51,18 +48,10 @@ def option(
     the default without what it `needs`, as in "--load DIRECTORY" or "--zero-stage 1, 2 or 3": other flags of
     the group, with " and " or " or " between them, each with its possible values or one of _PLACEHOLDERS.
     """
-    bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
     help = f"{help} Needs {needs}." if needs else help
-    metadata = {
-        "help": help,
-        "flag": flag,
-        "metavar": metavar,
-        "positional": positional,
-        "auto": auto,
-        "typed": typed,
-    }
-    return dataclasses.field(default=default, metadata=metadata | {"bounds": bounds, "needs": needs})
+    metadata = {"help": help, "flag": flag, "metavar": metavar, "positional": positional, "typed": typed}
+    metadata |= {"needs": needs, "auto": auto, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def switch(help: str, **more: Any) -> Any:

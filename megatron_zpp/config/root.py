@@ -293,7 +293,12 @@ def parse_command_line(
             with provided.collected():
                 others.settle(provided)
         if stages > 1:
-            notes += _divide_batch(provided, stages, ranks)
+            from megatron_zpp.config.legacy.translate import divide_batch
+
+            distributed = DistributedConfig(**provided.values["distributed"])
+            sharing = distributed.tensor_model_parallel_size * distributed.context_parallel_size
+            of_plan = ranks(PlanConfig(**provided.values["plan"]))
+            notes += divide_batch(provided, stages, max(1, of_plan // sharing))
         padded = others is None or not others.gives("--no-pad-vocab-size", "--disable-pad-vocab-size")
         notes += _drop_vocab_size(provided, padded=padded)
         if provided.get("plan.dry_run"):
@@ -327,15 +332,6 @@ def _typed(
 
     others = Translation(parser, (*groups,), argv)
     return Provided(groups, others.typed, others.unknown), others
-
-
-def _divide_batch(provided: Provided, stages: int, ranks: Callable[[PlanConfig], int]) -> tuple[str, ...]:
-    """Return a note on the micro-batch where ranks of a pipeline become data ranks."""
-    from megatron_zpp.config.legacy.translate import divide_batch
-
-    distributed = DistributedConfig(**provided.values["distributed"])
-    sharing = distributed.tensor_model_parallel_size * distributed.context_parallel_size
-    return divide_batch(provided, stages, max(1, ranks(PlanConfig(**provided.values["plan"])) // sharing))
 
 
 def _drop_loss_scale(provided: Provided) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_zpp.config.options import Options, option, option_error, optional, switch
-from megatron_zpp.config.words import counted, either
+from megatron_zpp.config.words import counted, divisors, either
 
 # Elements per scale: gradients need the finer blocks, unless a rotation spreads their outliers.
 WEIGHT_BLOCK, GRADIENT_BLOCK, ROTATED_BLOCK = 256, 128, 256
@@ -183,11 +183,7 @@ def _ranks_of_groups(flag: str, size: str, ranks_of_a_node: int) -> int:
     if size == "auto":
         return ranks_of_a_node
     if ranks_of_a_node % int(size):
-        sizes = [n for n in range(1, ranks_of_a_node + 1) if ranks_of_a_node % n == 0]
-        raise option_error(
-            flag,
-            size,
-            f"not possible on nodes of {counted(ranks_of_a_node, 'data rank')}; give "
-            f"{either([*sizes, 'auto'])}",
-        )
+        sizes = either([*divisors(ranks_of_a_node), "auto"])
+        nodes = counted(ranks_of_a_node, "data rank")
+        raise option_error(flag, size, f"not possible on nodes of {nodes}; give {sizes}")
     return int(size)

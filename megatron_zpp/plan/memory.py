@@ -25,6 +25,15 @@ from megatron_zpp.plan.hardware import USABLE
 from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.gradients import STEPPED_THERE
 
+PARTS = {  # of `Memory`, for a person
+    "weights": "weights, as they compute and are sent",
+    "optimizer": "master weights and moments",
+    "buffers": "buffers of gathers and reductions",
+    "zeropp": "secondary shards, references",
+    "gradients": "gradients, at the optimizer's step",
+    "activations": "activations, at the loss",
+    "loss": "the loss",
+}
 _SUMMING = 12  # bytes per element while tensor ranks sum a gradient: fp32, joined with others, and the sum
 
 

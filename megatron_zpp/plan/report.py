@@ -17,21 +17,10 @@ from megatron_zpp.plan.hardware import (
     Machine,
 )
 from megatron_zpp.plan.job import Job
-from megatron_zpp.plan.memory import copies_bytes
+from megatron_zpp.plan.memory import PARTS, copies_bytes
 from megatron_zpp.plan.search import WORTH, Found, Plan, longest_sample, search
 from megatron_zpp.plan.step_time import overlap_slowdown, product_time
 
-_PARTS = {
-    "weights": "weights, as they compute and are sent",
-    "optimizer": "master weights and moments",
-    "buffers": "buffers of gathers and reductions",
-    "zeropp": "secondary shards, references",
-    "gradients": "gradients, at the optimizer's step",
-    "activations": "activations, at the loss",
-    "loss": "the loss",
-    "peak": "peak",
-    "cpu": "CPU memory",
-}
 _DAY, _GIB = 86400, 2**30
 _NAME, _COLUMN = 42, 22
 
@@ -157,7 +146,7 @@ def _columns(title: str, plans: list[Plan]) -> str:
 
 def _memory(plans: list[Plan]) -> Iterator[str]:
     yield _columns("GiB of each GPU", plans)
-    for part, name in _PARTS.items():
+    for part, name in (*PARTS.items(), ("peak", "peak"), ("cpu", "CPU memory")):
         sizes = [getattr(plan.memory, part) / _GIB for plan in plans]
         if any(sizes):
             yield _row(name, [f"{size:,.2f}" for size in sizes])

@@ -131,6 +131,12 @@ class Provided:
         self._names[f"{part}.{field}"] = name
         self._filled.add(f"{part}.{field}")
 
+    def fill_all(self, part: str, options: Options, name: str) -> None:
+        """Do so with all fields of `options` that have a value."""
+        for field, value in vars(options).items():
+            if value is not None:
+                self.fill(part, field, value, name)
+
     def drop(self, field_path: str) -> None:
         """Forget the value of a field path, if it was given."""
         part, field = field_path.split(".")
