@@ -177,9 +177,7 @@ class Config:
 
     def to_yaml(self, comments: list[str]) -> str:
         """Return the text of a file with which --config gives these settings."""
-        return write_settings(
-            {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, comments
-        )
+        return write_settings(vars(self), comments)
 
     def shared_settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks: all but where a rank logs."""

@@ -1,6 +1,6 @@
 """How model states are sharded, and how weights and gradients travel between ranks (ZeRO, ZeRO++)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from megatron_zpp.config.options import Options, option, option_error, optional, switch
@@ -110,14 +110,8 @@ class ZeroConfig(Options):
         """What is in force among so many ranks: one alone sends nothing, so it quantises nothing."""
         if data_ranks > 1:
             return self
-        defaults = ZeroConfig()
-        names = (
-            "zero_quantized_weights",
-            "zero_quantized_weights_format",
-            "zero_quantized_gradients",
-            "zero_quantized_gradients_format",
-        )
-        return replace(self, **{name: getattr(defaults, name) for name in names})
+        of_codes = (field for field in fields(self) if field.name.startswith("zero_quantized_"))
+        return replace(self, **{field.name: field.default for field in of_codes})
 
     @property
     def largest_block(self) -> int:

@@ -5,8 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_zpp.config.options import flag_name
-from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG as CONTEXT_RANKS
-from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
+from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG, FLAG
 from megatron_zpp.plan.job import Job
 
 # Fields that are None unless another flag is given, and what they are then if nothing is given for them.
@@ -30,13 +29,9 @@ def changes(run: Job, other: Job) -> str:
 
 def changed_flags(run: Job, other: Job) -> list[tuple[str, Any]]:
     """Flags and their values in `other` where it differs from `run`; None: omit the flag."""
-    flags: list[tuple[str, Any]] = []
-    if run.tensor != other.tensor:
-        flags.append((TENSOR_RANKS, other.tensor))
-    if run.context != other.context:
-        flags.append((CONTEXT_RANKS, other.context))
-    if run.micro_batch_size != other.micro_batch_size:
-        flags.append(("--micro-batch-size", other.micro_batch_size))
+    own = {FLAG: "tensor", CONTEXT_FLAG: "context", "--micro-batch-size": "micro_batch_size"}
+    values = [(flag, getattr(run, name), getattr(other, name)) for flag, name in own.items()]
+    flags: list[tuple[str, Any]] = [(flag, after) for flag, before, after in values if before != after]
     if flags and not run.batch_given:  # its default depends on all three
         flags.append(("--global-batch-size", run.samples_per_step))
     for name, after, default in _differences(run, other):

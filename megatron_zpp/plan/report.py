@@ -67,18 +67,20 @@ def _data_ranks(job: Job) -> str:
 def _answer(found: Found, gpu: Gpu) -> Iterator[str]:
     """Lines on the best settings, others that are worth a thought, and this run's."""
     run, best = found.run, found.best
+
+    def flags(plan: Plan) -> str:
+        return changes(run.job, plan.job) or "as given"
+
     usable = f"{USABLE * gpu.memory:.2f} GiB ({gpu.memory:g} less {1 - USABLE:.0%} for CUDA and NCCL)"
     if best is None:
-        flags = changes(run.job, found.least.job) or "as given"
-        yield f"best: nothing fits {usable}; least memory: {flags}: {found.least.memory.peak / _GIB:.2f} GiB"
+        least = f"{flags(found.least)}: {found.least.memory.peak / _GIB:.2f} GiB"
+        yield f"best: nothing fits {usable}; least memory: {least}"
         return
-    yield f"best: {changes(run.job, best.job) or 'as given'}: {_figures(best)}"
+    yield f"best: {flags(best)}: {_figures(best)}"
     if found.second:
-        flags = changes(run.job, found.second.job) or "as given"
-        yield f"second: {flags}: {_figures(found.second)}; {_trade(run, best, found.second)}"
+        yield f"second: {flags(found.second)}: {_figures(found.second)}; {_trade(run, best, found.second)}"
     if found.rounded:
-        flags = changes(run.job, found.rounded.job)
-        yield f"with 8 and 4 bits: {flags}: {_figures(found.rounded)}; rounds what is sent"
+        yield f"with 8 and 4 bits: {flags(found.rounded)}: {_figures(found.rounded)}; rounds what is sent"
     if not run.memory.fits(gpu.memory):
         peak = f"{run.memory.peak / _GIB:.2f}, in {run.memory.peak_at}, of {usable}"
         yield f"this run: does NOT fit: {peak}; would take {duration(run.seconds)} per step"
