@@ -34,17 +34,14 @@ class Only:
 
 
 @dataclass(frozen=True)
-class Off:
-    """A block whose `enabled` must not be true; `otherwise`: what to do instead."""
-
-    otherwise: str
-
-
-@dataclass(frozen=True)
 class Refused:
     """A key that would change the result; `null` counts as omitted; `otherwise`: what to do instead."""
 
     otherwise: str
+
+
+class Off(Refused):
+    """A block that is refused if its `enabled` is true."""
 
 
 @dataclass(frozen=True)

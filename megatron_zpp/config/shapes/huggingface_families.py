@@ -68,10 +68,6 @@ def _granite_values(model: Values) -> dict[str, Any]:
     }
 
 
-def _starcoder2_fields(values: Values) -> dict[str, Any]:
-    return {"disable_bias_linear": not switch(values, "use_bias", usual=True)}
-
-
 def _starcoder2_values(model: Values) -> dict[str, Any]:
     return {
         "hidden_act": "gelu_pytorch_tanh",
@@ -122,18 +118,6 @@ def _gemma_values(model: Values) -> dict[str, Any]:
         "attn_logit_softcapping": model["attn_logit_softcapping"],
         "final_logit_softcapping": model["final_logit_softcapping"],
     }
-
-
-def _phi3_values(model: Values) -> dict[str, Any]:
-    return {"embd_pdrop": model["hidden_dropout"], **_NO_PADDING}
-
-
-def _glm_fields(values: Values) -> dict[str, Any]:
-    return {"add_qkv_bias": switch(values, "attention_bias", usual=True)}
-
-
-def _glm_values(model: Values) -> dict[str, Any]:
-    return {"attention_bias": model["add_qkv_bias"], **_NO_PADDING}
 
 
 _NO_PADDING = {"pad_token_id": None}  # transformers' default is no entry of a small vocabulary
@@ -260,8 +244,8 @@ def _glm(architecture: str, **fixed: Any) -> Family:
         architecture,
         _NO_BIAS | {"rotary_interleaved": True} | fixed,
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
-        fields=_glm_fields,
-        values=_glm_values,
+        fields=lambda values: {"add_qkv_bias": switch(values, "attention_bias", usual=True)},
+        values=lambda model: {"attention_bias": model["add_qkv_bias"], **_NO_PADDING},
     )
 
 
@@ -305,7 +289,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
         _SILU,
         _LLAMA_FIXED | _NO_BIAS,
-        values=_phi3_values,
+        values=lambda model: {"embd_pdrop": model["hidden_dropout"], **_NO_PADDING},
     ),
     "glm": _glm("GlmForCausalLM"),
     "glm4": _glm("Glm4ForCausalLM", norm_placement="both"),
@@ -323,8 +307,8 @@ FAMILIES: dict[str, Family] = {
             **_ANY,
         },
         {"normalization": "LayerNorm"},
-        _starcoder2_fields,
-        _starcoder2_values,
+        fields=lambda values: {"disable_bias_linear": not switch(values, "use_bias", usual=True)},
+        values=_starcoder2_values,
     ),
     "granite": _like_llama(
         "GraniteForCausalLM",
