@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING
 from typing import Any, NoReturn
 
-from megatron_zpp.config.words import did_you_mean
+from megatron_zpp.config.words import did_you_mean, either
 from megatron_zpp.version import __version__
 
 REQUIRED: Any = MISSING
@@ -327,7 +327,8 @@ def is_read(value: Any, kind: type | None) -> bool:
 
 def accepted(hint: Any) -> str:
     """Return what a field of a type accepts, in words."""
-    return " or ".join(map(str, choices(hint))) or _WORDS.get(_kind(hint), "")
+    known = choices(hint)
+    return either(known) if known else _WORDS.get(_kind(hint), "")
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -23,7 +23,7 @@ FLAGS = [
     bad("--num-layers two", "--num-layers two: must be a whole number"),
     bad("--bf16 yes", "yes"),
     bad("--rampup-batch-size 4 4", "--rampup-batch-size: expected 3 arguments"),
-    bad("--device tpu", "--device tpu: must be auto or cpu or cuda"),
+    bad("--device tpu", "--device tpu: must be auto, cpu or cuda"),
     bad("--save=", "--save '': must not be empty"),
 ]
 
