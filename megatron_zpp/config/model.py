@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,18 +37,6 @@ NOT_SHAPE = (
 
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu")  # of the MLP, of which a model has one, or GELU
 REQUIRED_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-_DEFAULTS: dict[str, Any] = {
-    "position_embedding_type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "norm_placement": "before",
-    "norm_epsilon": 1e-5,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_multiplier": 1.0,
-    "init_method_std": 0.02,
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
-}
 _FULL, _MUP = "--recompute-granularity full", "--use-mup"
 
 
@@ -83,13 +71,13 @@ class ModelConfig(PositionConfig):
         'such as "([1]*5+[0])*4". Default: all layers have it.'
     )
     normalization: Normalization = option(
-        None,
-        "Normalisation before attention, MLP and output; default LayerNorm.",
+        None, "Normalisation before attention, MLP and output; default LayerNorm.", implied="LayerNorm"
     )
     norm_placement: NormPlacement = option(
         None,
         "Where attention and MLP have norms: before them, after them, before the residual sum (OLMo 2), or "
         "both (Gemma); default before.",
+        implied="before",
     )
     apply_layernorm_1p: bool = switch("Norms multiply by 1 + their weights, which begin at zero (Gemma).")
     fp32_residual_connection: bool = switch(
@@ -98,7 +86,7 @@ class ModelConfig(PositionConfig):
     embed_layernorm: bool = switch(
         "Normalise what the token embedding looks up, with --normalization (BLOOM)."
     )
-    norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", above=0)
+    norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", implied=1e-5, above=0)
     swiglu: bool = switch("Gated MLP: SiLU of one projection times another (Llama).")
     geglu: bool = switch("Gated MLP: GELU of one projection times another (Gemma).")
     squared_relu: bool = switch("Squared ReLU in the MLP instead of GELU.")
@@ -119,13 +107,19 @@ class ModelConfig(PositionConfig):
         "Give the output layer separate weights instead of sharing the token embedding's."
     )
     embedding_multiplier: float = option(
-        None, "Factor of what the token embedding looks up; default 1 (Gemma: √(--hidden-size)).", above=0
+        None,
+        "Factor of what the token embedding looks up; default 1 (Gemma: √(--hidden-size)).",
+        implied=1.0,
+        above=0,
     )
     residual_multiplier: float = option(
-        None, "Factor of what attention and MLP add to the residual stream; default 1 (Granite).", above=0
+        None,
+        "Factor of what attention and MLP add to the residual stream; default 1 (Granite).",
+        implied=1.0,
+        above=0,
     )
     logits_multiplier: float = option(
-        None, "Factor of the logits; default 1 (Granite: 1 / logits_scaling).", above=0
+        None, "Factor of the logits; default 1 (Granite: 1 / logits_scaling).", implied=1.0, above=0
     )
     final_logit_softcapping: float | None = optional(
         "Soft cap C of the logits: C · tanh(logits / C) (Gemma 2); default: none.", above=0
@@ -134,6 +128,7 @@ class ModelConfig(PositionConfig):
         None,
         "Standard deviation of initial weights; default 0.02. Divided by √(2 × layers) where a matrix writes "
         "to the residual stream.",
+        implied=0.02,
         above=0,
     )
     use_mup: bool = switch(
@@ -155,10 +150,10 @@ class ModelConfig(PositionConfig):
         at_most=2,
     )
     attention_dropout: float = option(
-        None, "Dropout probability of attention weights; default 0.1.", at_least=0, below=1
+        None, "Dropout probability of attention weights; default 0.1.", implied=0.1, at_least=0, below=1
     )
     hidden_dropout: float = option(
-        None, "Dropout probability of hidden states; default 0.1.", at_least=0, below=1
+        None, "Dropout probability of hidden states; default 0.1.", implied=0.1, at_least=0, below=1
     )
 
     def check(self) -> None:
@@ -167,8 +162,9 @@ class ModelConfig(PositionConfig):
         for name in REQUIRED_SHAPE:
             if getattr(self, name) is None:
                 raise self.error(name, f"give it, or --model-preset with one of {preset_names()}")
-        for name, value in _DEFAULTS.items():
-            self._fill(name, value)
+        for field in fields(self):
+            if field.metadata["implied"] is not None:
+                self._fill(field.name, field.metadata["implied"])
         self._fill("max_position_embeddings", self.seq_length)
         self._fill("ffn_hidden_size", self._inner_width())
         self.check_alternatives(*_ACTIVATIONS)

@@ -34,6 +34,7 @@ def option(
     typed: bool = True,
     needs: str = "",
     auto: bool = False,
+    implied: Any = None,
     **bounds: float,
 ) -> Any:
     """Declare a field that is also a flag; `bounds` are at_least, at_most, above and below.
@@ -41,16 +42,16 @@ def option(
     Unless `flag` names it, the flag is `--` and the field's name with dashes. A boolean that defaults to True
     becomes `--no-…`; `bool | None` gets both forms. Type and choices come from the annotation. `metavar` is
     the placeholder of the value in the help. `auto`: AUTO may stand for the number, until the plan of the run
-    replaces it. `REQUIRED` as the default makes the flag mandatory. A
-    `positional` field has no flag and is always mandatory. Without `typed` a field has no flag either: it is
-    for published models and files of settings. `Options` checks the bounds, for every number of a
+    replaces it. `implied`: what `check` makes of the default None. `REQUIRED` as the default makes the flag
+    mandatory. A `positional` field has no flag and is always mandatory. Without `typed` a field has no flag
+    either: it is for published models and files of settings. `Options` checks the bounds, for every number of a
     tuple, and refuses an empty string unless the default is or contains one. It refuses a value other than
     the default without what it `needs`, as in "--load DIRECTORY" or "--zero-stage 1, 2 or 3": other flags of
     the group, with " and " or " or " between them, each with its possible values or one of _PLACEHOLDERS.
     """
     help = f"{help} Needs {needs}." if needs else help
     metadata = {"help": help, "flag": flag, "metavar": metavar, "positional": positional, "typed": typed}
-    metadata |= {"needs": needs, "auto": auto, "bounds": bounds}
+    metadata |= {"needs": needs, "auto": auto, "implied": implied, "bounds": bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 

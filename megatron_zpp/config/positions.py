@@ -33,6 +33,7 @@ class PositionConfig(SizeConfig):
         "How the model knows positions: a learned table; rotary embedding of queries and keys, as it is "
         "(rope) or stretched to longer texts by YaRN or LongRoPE; scores that fall with distance (ALiBi); or "
         "not at all. Default learned_absolute.",
+        implied="learned_absolute",
     )
     rotary_base: float | None = optional(
         "Base of rope's wavelengths; default 10000.", needs=_ROTARY, above=1, at_most=1e12

@@ -122,33 +122,28 @@ def _gemma_values(model: Values) -> dict[str, Any]:
 
 _NO_PADDING = {"pad_token_id": None}  # transformers' default is no entry of a small vocabulary
 _ANY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "pruned_heads": (None, {})}
+
+
+def _keys(others: dict[str, Any], **fields: tuple[str, Any]) -> dict[str, Any]:
+    """The `keys` and `defaults` of a Family: each field's key with its default, and those of `others`."""
+    defaults = dict(fields.values())
+    return {"keys": {key: name for name, (key, _) in fields.items()}, "defaults": defaults | others}
+
+
 _GPT2 = Family(
     architecture="GPT2LMHeadModel",
-    keys={
-        "n_layer": "num_layers",
-        "n_embd": "hidden_size",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-        "n_inner": "ffn_hidden_size",
-        "layer_norm_epsilon": "norm_epsilon",
-        "initializer_range": "init_method_std",
-        "attn_pdrop": "attention_dropout",
-        "resid_pdrop": "hidden_dropout",
-    },
-    defaults={
-        "vocab_size": 50257,
-        "n_positions": 1024,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_inner": None,
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "attn_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "tie_word_embeddings": True,
-    },
+    **_keys(
+        num_layers=("n_layer", 12),
+        hidden_size=("n_embd", 768),
+        num_attention_heads=("n_head", 12),
+        max_position_embeddings=("n_positions", 1024),
+        ffn_hidden_size=("n_inner", None),
+        norm_epsilon=("layer_norm_epsilon", 1e-5),
+        init_method_std=("initializer_range", 0.02),
+        attention_dropout=("attn_pdrop", 0.1),
+        hidden_dropout=("resid_pdrop", 0.1),
+        others={"vocab_size": 50257, "embd_pdrop": 0.1, "tie_word_embeddings": True},
+    ),
     only={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
         "scale_attn_weights": (True,),
@@ -168,28 +163,17 @@ _GPT2 = Family(
 )
 _BLOOM = Family(
     architecture="BloomForCausalLM",
-    keys={
-        "n_layer": "num_layers",
-        "hidden_size": "hidden_size",
-        "n_head": "num_attention_heads",
-        "seq_length": "max_position_embeddings",  # that of the training; ALiBi has no limit
-        "layer_norm_epsilon": "norm_epsilon",
-        "initializer_range": "init_method_std",
-        "attention_dropout": "attention_dropout",
-        "hidden_dropout": "hidden_dropout",
-    },
-    defaults={
-        "vocab_size": 250880,
-        "hidden_size": 64,
-        "n_layer": 2,
-        "n_head": 8,
-        "seq_length": 2048,
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "tie_word_embeddings": True,
-    },
+    **_keys(
+        num_layers=("n_layer", 2),
+        hidden_size=("hidden_size", 64),
+        num_attention_heads=("n_head", 8),
+        max_position_embeddings=("seq_length", 2048),  # that of the training; ALiBi has no limit
+        norm_epsilon=("layer_norm_epsilon", 1e-5),
+        init_method_std=("initializer_range", 0.02),
+        attention_dropout=("attention_dropout", 0.0),
+        hidden_dropout=("hidden_dropout", 0.0),
+        others={"vocab_size": 250880, "tie_word_embeddings": True},
+    ),
     only={"apply_residual_connection_post_layernorm": (False,), **_ANY},
     fixed={"position_embedding_type": "alibi", "normalization": "LayerNorm", "embed_layernorm": True},
     other_names={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},

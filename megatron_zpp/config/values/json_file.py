@@ -23,11 +23,8 @@ def read_json_object(flag: str, path: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         problem = f"byte {error.start}: not UTF-8; name a JSON file"
     except json.JSONDecodeError as error:
-        place, rule = (
-            f"line {error.lineno} column {error.colno}",
-            "no comments and no comma after the last value",
-        )
-        problem = f"{place}: not JSON ({error.msg}); JSON has {rule}"
+        rule = "JSON has no comments and no comma after the last value"
+        problem = f"line {error.lineno} column {error.colno}: not JSON ({error.msg}); {rule}"
     except RecursionError:
         problem = "is nested too deeply; name a JSON file of settings"
     except ValueError as error:
