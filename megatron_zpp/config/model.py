@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -162,18 +162,16 @@ class ModelConfig(PositionConfig):
         for name in REQUIRED_SHAPE:
             if getattr(self, name) is None:
                 raise self.error(name, f"give it, or --model-preset with one of {preset_names()}")
-        for field in fields(self):
-            if field.metadata["implied"] is not None:
-                self._fill(field.name, field.metadata["implied"])
-        self._fill("max_position_embeddings", self.seq_length)
-        self._fill("ffn_hidden_size", self._inner_width())
+        self.fill_implied()
+        self.fill("max_position_embeddings", self.seq_length)
+        self.fill("ffn_hidden_size", self._inner_width())
         self.check_alternatives(*_ACTIVATIONS)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise self.error(
                 "num_attention_heads",
                 f"must divide --hidden-size {self.hidden_size}, or give --kv-channels",
             )
-        self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
+        self.fill("kv_channels", self.hidden_size // self.num_attention_heads)
         self.check_groups()
         self._check_window()
         self.check_positions()
@@ -246,7 +244,7 @@ class ModelConfig(PositionConfig):
         if self._given_activations():
             values = {name: value for name, value in values.items() if name not in _ACTIVATIONS}
         for name, value in values.items():
-            self._fill(name, value)
+            self.fill(name, value)
 
     def _given_activations(self) -> list[str]:
         return [name for name in _ACTIVATIONS if getattr(self, name)]
@@ -268,9 +266,9 @@ class ModelConfig(PositionConfig):
 
     def _check_mup(self) -> None:
         """Fill multipliers that muP implies, by Megatron-LM's rules, so that each model states its own."""
-        self._fill("mup_base_hidden_size", self.hidden_size)
+        self.fill("mup_base_hidden_size", self.hidden_size)
         power = 1.0 if self.mup_attn_scale_power is None else self.mup_attn_scale_power
-        self._fill("softmax_scale", math.sqrt(self.mup_base_head_dim or 1.0) / self.kv_channels**power)
+        self.fill("softmax_scale", math.sqrt(self.mup_base_head_dim or 1.0) / self.kv_channels**power)
         if self.logits_multiplier == 1:
             object.__setattr__(self, "logits_multiplier", 1 / self.width_ratio)
         if self.embedding_multiplier != 1 and self.position_embedding_type == "learned_absolute":
@@ -328,7 +326,10 @@ class RecomputeConfig(Options):
         needs=_FULL,
     )
     recompute_num_layers: int | None = count(
-        None, "uniform: layers per chunk; block: layers that are recomputed. Default 1.", needs=_FULL
+        None,
+        "uniform: layers per chunk; block: layers that are recomputed. Default 1.",
+        needs=_FULL,
+        implied=1,
     )
     recompute_offload: bool = switch(
         "Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.", needs=_FULL
@@ -348,8 +349,7 @@ class RecomputeConfig(Options):
         if self.recompute_granularity == "full":
             if self.recompute_method is None:
                 raise self.error("recompute_granularity", "needs --recompute-method uniform or block")
-            if self.recompute_num_layers is None:
-                object.__setattr__(self, "recompute_num_layers", 1)
+            self.fill_implied()
 
     def check_device(self, device: str) -> None:
         """Raise ValueError for --recompute-offload on a device without memory of its own."""

@@ -39,15 +39,16 @@ def option(
 ) -> Any:
     """Declare a field that is also a flag; `bounds` are at_least, at_most, above and below.
 
-    Unless `flag` names it, the flag is `--` and the field's name with dashes. A boolean that defaults to True
-    becomes `--no-…`; `bool | None` gets both forms. Type and choices come from the annotation. `metavar` is
-    the placeholder of the value in the help. `auto`: AUTO may stand for the number, until the plan of the run
-    replaces it. `implied`: what `check` makes of the default None. `REQUIRED` as the default makes the flag
-    mandatory. A `positional` field has no flag and is always mandatory. Without `typed` a field has no flag
-    either: it is for published models and files of settings. `Options` checks the bounds, for every number of a
-    tuple, and refuses an empty string unless the default is or contains one. It refuses a value other than
-    the default without what it `needs`, as in "--load DIRECTORY" or "--zero-stage 1, 2 or 3": other flags of
-    the group, with " and " or " or " between them, each with its possible values or one of _PLACEHOLDERS.
+    Unless `flag` names it, the flag is `--` and the field's name with dashes. A boolean that defaults to
+    True becomes `--no-…`; `bool | None` gets both forms. Type and choices come from the annotation.
+    `metavar` is the placeholder of the value in the help. `auto`: AUTO may stand for the number, until the
+    plan of the run replaces it. `implied`: what `fill_implied` makes of the default None. `REQUIRED` as the
+    default makes the flag mandatory. A `positional` field has no flag and is always mandatory. Without
+    `typed` a field has no flag either: it is for published models and files of settings. `Options` checks
+    the bounds, for every number of a tuple, and refuses an empty string unless the default is or contains
+    one. It refuses a value other than the default without what it `needs`, as in "--load DIRECTORY" or
+    "--zero-stage 1, 2 or 3": other flags of the group, with " and " or " or " between them, each with its
+    possible values or one of _PLACEHOLDERS.
     """
     help = f"{help} Needs {needs}." if needs else help
     metadata = {"help": help, "flag": flag, "metavar": metavar, "positional": positional, "typed": typed}
@@ -105,6 +106,18 @@ class Options:
 
     def check(self) -> None:
         """Raise an `option_error` if fields contradict each other."""
+
+    def fill_implied(self) -> None:
+        """Give fields without a value what their declarations imply, where they have what they need."""
+        for field in dataclasses.fields(self):
+            implied, needs = field.metadata["implied"], field.metadata["needs"]
+            if implied is not None and (not needs or self._has(needs)):
+                self.fill(field.name, implied)
+
+    def fill(self, name: str, value: Any) -> None:
+        """Give a field a value unless it has one; for `check`, when nobody has seen the old value."""
+        if getattr(self, name) is None or getattr(self, name) is False:
+            object.__setattr__(self, name, value)
 
     def error(self, name: str, fix: str) -> ValueError:
         """Return the error for the value of a field: its flag, the value, and what would be right."""

@@ -8,8 +8,6 @@ from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG, FLAG
 from megatron_zpp.plan.job import Job
 
-# Fields that are None unless another flag is given, and what they are then if nothing is given for them.
-_RESOLVED = {"recompute_num_layers": 1}
 _OF_AN_OPTION = {  # fields that are refused, unless they have their default, without another
     "zero_quantized_weights_format": "zero_quantized_weights",
     "zero_quantized_gradients_format": "zero_quantized_gradients",
@@ -47,6 +45,7 @@ def _differences(run: Job, other: Job) -> Iterator[tuple[str, Any, Any]]:
         before, after = getattr(run, part), getattr(other, part)
         for field in fields(before):
             values = [getattr(each, field.name) for each in (before, after)]
-            old, new = (None if value == _RESOLVED.get(field.name) else value for value in values)
+            implied = field.metadata["implied"]  # if nothing is given
+            old, new = (None if value == implied else value for value in values)
             if old != new:
                 yield field.name, new, field.default
