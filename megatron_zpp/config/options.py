@@ -51,9 +51,9 @@ def option(
     possible values or one of _PLACEHOLDERS.
     """
     help = f"{help} Needs {needs}." if needs else help
-    metadata = {"help": help, "flag": flag, "metavar": metavar, "positional": positional, "typed": typed}
-    metadata |= {"needs": needs, "auto": auto, "implied": implied, "bounds": bounds}
-    return dataclasses.field(default=default, metadata=metadata)
+    told = {"help": help, "flag": flag, "metavar": metavar, "positional": positional, "typed": typed}
+    rules = {"needs": needs, "auto": auto, "implied": implied, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=told | rules)
 
 
 def switch(help: str, **more: Any) -> Any:

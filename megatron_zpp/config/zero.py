@@ -1,7 +1,7 @@
 """How model states are sharded, and how weights and gradients travel between ranks (ZeRO, ZeRO++)."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_zpp.config.options import Options, option, option_error, optional, switch
 from megatron_zpp.config.words import counted, divisors, either
@@ -111,7 +111,8 @@ class ZeroConfig(Options):
         if data_ranks > 1:
             return self
         of_codes = (field for field in fields(self) if field.name.startswith("zero_quantized_"))
-        return replace(self, **{field.name: field.default for field in of_codes})
+        off: dict[str, Any] = {field.name: field.default for field in of_codes}
+        return replace(self, **off)
 
     @property
     def largest_block(self) -> int:

@@ -81,6 +81,13 @@ def obey_settings(path: str, parts: Mapping[str, type[Options]], provided: Provi
     return tuple(file.notes)
 
 
+def retired_fields() -> Mapping[str, Any]:
+    """Return the OldFlag of each retired field."""
+    from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
+
+    return RETIRED_FIELDS
+
+
 def write_settings(values: Mapping[str, Options], comments: list[str]) -> str:
     """Return the YAML text, by part, of settings that neither a default nor other settings imply."""
     import yaml
@@ -108,10 +115,7 @@ class _File:
     """Reads one file; `notes` are on its retired settings."""
 
     def __init__(self, path: str, parts: Mapping[str, type[Options]]) -> None:
-        from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS, RETIRED_VALUES
-
-        self._retired, self._replacements = RETIRED_FIELDS, RETIRED_VALUES
-        self._path, self._parts = path, parts
+        self._path, self._parts, self._retired = path, parts, retired_fields()
         self.notes: list[str] = []
         self._hints = {part: typing.get_type_hints(cls) for part, cls in parts.items()}
         self._owners = {field: part for part, hints in self._hints.items() for field in hints}
@@ -168,7 +172,9 @@ class _File:
             automatic = self._parts[part].__dataclass_fields__[name].metadata["auto"]
             value = AUTO if automatic and node.value == AUTO else _value(node, hint)
         except ValueError as error:
-            replacement = self._replacements.get(name, {}).get(str(node.value))
+            from megatron_zpp.config.legacy.old_flags import RETIRED_VALUES
+
+            replacement = RETIRED_VALUES.get(name, {}).get(str(node.value))
             problem = f"{node.value} is retired; use {replacement}" if replacement else error
             raise self._error(f"{_line(key)}: {name}: {problem}") from None
         if value is not None:
