@@ -272,7 +272,7 @@ def parse_command_line(
     if huggingface is not None and (provided.get("checkpoint.load") or "").startswith(HUGGINGFACE):
         from megatron_zpp.config.sources.huggingface import obey_model, read_model
 
-        provided.check_refused(notes)  # before anything is read
+        provided.check_refused()  # before anything is read
         model = read_model(provided, huggingface)
         with usage_errors(provided.explain):
             notes += obey_model(provided, model)
@@ -286,7 +286,7 @@ def parse_command_line(
             theirs = others is not None and others.gives("--deepspeed")
             notes += obey_file(file, provided, max(1, data_ranks), under_deepspeed=theirs)
         notes += _drop_loss_scale(provided)
-        notes = (*(() if others is None else others.notes), *notes)
+        provided.notes = notes = (*(() if others is None else others.notes), *notes)
         if others is not None:
             with provided.collected():
                 others.settle(provided)
@@ -304,7 +304,7 @@ def parse_command_line(
 
             notes += assume(provided)
         parsed = provided.made(parts)
-        provided.check_refused(notes)
+        provided.check_refused()
         check_tensor_ranks(  # before Config does, which cannot name the sizes that suit a node too
             parsed["model"],
             parsed["distributed"].tensor_model_parallel_size,

@@ -91,17 +91,19 @@ class Translation:
 
     def _obey(self, provided: Provided, flag: OldFlag, value: Any) -> None:
         """Add the values of one flag. Raises ValueError for one that it cannot have, or that contradicts."""
-        known = " or ".join(flag.means) or accepted(flag.takes)
-        if not is_read(value, flag.takes) or (flag.means and value not in flag.means):
+        if not is_read(value, flag.takes):
             del self._old[flag.name]
-            provided.lack(path for given in (flag.gives, *flag.means.values()) for path in given)
-            raise option_error(flag.name, value, f"must be {known}")
+            provided.lack(flag.gives)
+            raise option_error(flag.name, value, f"must be {accepted(flag.takes)}")
         if flag.name == PIPELINE:
             if value < 1:
                 raise option_error(PIPELINE, value, "must be at least 1")
             self.pipeline = value
         elif not flag.accepts(value):
             provided.refuse(_words(flag.name, value), flag.otherwise)
+        elif flag.means and value not in flag.means:
+            provided.lack(path for given in flag.means.values() for path in given)
+            provided.refuse(_words(flag.name, value), f"must be {' or '.join(flag.means)}")
         else:
             for field_path, setting in (flag.means[value] if flag.means else flag.gives).items():
                 provided.put(field_path, value if setting is VALUE else setting, flag.name, _shown(value))
@@ -154,7 +156,7 @@ class Translation:
 
     def _refuse(self, provided: Provided) -> None:
         for words, reason in self._refused:
-            provided.refuse(words, reason)
+            provided.refuse(words, reason, flag=words.partition(" ")[0])
 
     def _note(self, flag: OldFlag) -> None:
         if flag.why:

@@ -17,6 +17,7 @@ from megatron_zpp.config.options import (
     value_error,
 )
 
+_ABSENT = re.compile(r"\(not given\)|^--dry-run: give ")  # in lines on what is not given
 OTHERS = "old"  # where the typed flags of other programs and earlier versions are
 # Fields of a part in groups: giving one of a group excludes the fields of the other groups.
 _ALTERNATIVES = (
@@ -52,6 +53,7 @@ class Provided:
         """
         self.values = {part: dict(typed[part]) for part in parts}
         self._unknown = unknown
+        self.notes: tuple[str, ...] = ()  # on other flags than those that are refused
         fields = [(part, field) for part, cls in parts.items() for field in dataclasses.fields(cls)]
         self._flags = {f"{part}.{field.name}": flag_of(field) for part, field in fields}
         self._hints = {f"{part}.{field.name}": field.type for part, field in fields}
@@ -92,10 +94,13 @@ class Provided:
                 name, shown, f"contradicts {self._given_as(field_path)}; make them equal or omit one"
             )
 
-    def refuse(self, words: str, reason: str) -> None:
-        """Record a flag or key, with its value, for `check_refused`, which raises for all at once."""
+    def refuse(self, words: str, reason: str, flag: str = "") -> None:
+        """Record a flag or key, with its value, for `check_refused`, which raises for all at once.
+
+        If a current flag is refused, it is named.
+        """
         self._refused.setdefault(reason, []).append(words)
-        self.lack(path for path, flag in self._flags.items() if flag == words.partition(" ")[0])
+        self.lack(path for path, own in self._flags.items() if own == flag)
 
     def lack(self, field_paths: Iterable[str]) -> None:
         """Let fields have no value because what was given for them is refused."""
@@ -118,10 +123,10 @@ class Provided:
                     found[name] = part(**self.values[name])
         return found
 
-    def check_refused(self, notes: tuple[str, ...] = ()) -> None:
-        """Raise UsageError if a flag or value was refused; with `notes` on other flags if it is no value."""
+    def check_refused(self) -> None:
+        """Raise UsageError if a flag or value was refused."""
         if lines := self._lines():
-            raise UsageError("\n".join((*lines, *(notes if self._refused or self._unknown else ()))))
+            raise UsageError("\n".join(lines))
 
     def fill(self, part: str, field: str, value: Any, name: str) -> None:
         """Record a value given by `name`, unless it or an alternative to it was given before."""
@@ -167,16 +172,17 @@ class Provided:
         """
         for line in message.splitlines():
             mentioned = [path for path, flag in self._flags.items() if _mentions(line, flag)]
-            unsure = "(not given)" in line and (self._unknown or self._refused or self._missing)
+            unsure = _ABSENT.search(line) and (self._unknown or self._refused or self._missing)
             if self._missing.isdisjoint(mentioned) and not unsure:
                 names = {path: name for path, name in self._names.items() if path in mentioned}
                 behind = ", ".join(f"{self._flags[path]} is {name}" for path, name in names.items())
                 yield f"{line} ({behind})" if behind else line
 
     def _lines(self) -> list[str]:
-        """A line per reason for refusing flags, one per refused value, and one on unknown words."""
-        refused = [printable(f"{', '.join(words)}: {reason}") for reason, words in self._refused.items()]
-        return [*refused, *([self._unknown] if self._unknown else []), *dict.fromkeys(self._errors)]
+        """A line per reason for refusing flags, one on unknown words, one per refused value, and notes."""
+        lines = [printable(f"{', '.join(words)}: {reason}") for reason, words in self._refused.items()]
+        lines += [self._unknown] if self._unknown else []
+        return [*lines, *dict.fromkeys(self._errors), *(self.notes if lines else ())]
 
     def _given_as(self, field_path: str) -> str:
         value = self.get(field_path)
