@@ -164,7 +164,9 @@ class ModelConfig(PositionConfig):
                 raise self.error(name, f"give it, or --model-preset with one of {preset_names()}")
         self.fill_implied()
         self.fill("max_position_embeddings", self.seq_length)
-        self.fill("ffn_hidden_size", self._inner_width())
+        width = 4 * self.hidden_size
+        inner = max(64, int(width * 2 / 3 / 64) * 64) if self.gated else width  # Megatron-LM's rule
+        self.fill("ffn_hidden_size", inner)
         self.check_alternatives(*_ACTIVATIONS)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise self.error(
@@ -248,10 +250,6 @@ class ModelConfig(PositionConfig):
 
     def _given_activations(self) -> list[str]:
         return [name for name in _ACTIVATIONS if getattr(self, name)]
-
-    def _inner_width(self) -> int:
-        width = 4 * self.hidden_size
-        return max(64, int(width * 2 / 3 / 64) * 64) if self.gated else width  # Megatron-LM's rule
 
     def _check_window(self) -> None:
         """Give both settings their shortest form, so that equal ones are equal."""

@@ -218,8 +218,13 @@ def parse_known(
     Other fields are absent, so that presets can fill them. Text that is no number is text, for `value_error`.
     """
     namespace, unknown = parser.parse_known_args(list(argv))
-    lists_flags = getattr(parser, "lists_flags", "--help")
-    message = f"{_unknown_message(parser, unknown)} ({lists_flags} lists every flag)" if unknown else ""
+    message = ""
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        first, lists_flags = unknown[0].split("=", 1)[0], getattr(parser, "lists_flags", "--help")
+        meant = did_you_mean(first, flags) if first.startswith("-") else ""
+        said = f"unrecognized argument {' '.join(unknown)}{meant and '; '}{meant}"
+        message = f"{said} ({lists_flags} lists every flag)"
     typed: dict[str, dict[str, Any]] = {name: {} for name in groups}
     for destination, value in vars(namespace).items():
         group_name, field_name = destination.split(".", 1)
@@ -393,10 +398,3 @@ _BOUNDS = {
     "above": (lambda number, bound: number > bound, "above"),
     "below": (lambda number, bound: number < bound, "below"),
 }
-
-
-def _unknown_message(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    first = unknown[0].split("=", 1)[0]
-    meant = did_you_mean(first, flags) if first.startswith("-") else ""
-    return f"unrecognized argument {' '.join(unknown)}{meant and '; '}{meant}"

@@ -1,6 +1,5 @@
 """The flags that turn the command line of one job into that of another: those to give, and those to omit."""
 
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -32,20 +31,13 @@ def changed_flags(run: Job, other: Job) -> list[tuple[str, Any]]:
     flags: list[tuple[str, Any]] = [(flag, after) for flag, before, after in values if before != after]
     if flags and not run.batch_given:  # its default depends on all three
         flags.append(("--global-batch-size", run.samples_per_step))
-    for name, after, default in _differences(run, other):
-        option = _OF_AN_OPTION.get(name)
-        off = option is not None and after == default and not getattr(other.zero, option)
-        flags.append((flag_name(name), None if after is False or off else after))
-    return flags
-
-
-def _differences(run: Job, other: Job) -> Iterator[tuple[str, Any, Any]]:
-    """Fields that differ: name, value in `other`, and the default."""
     for part in ("recompute", "zero", "precision"):
         before, after = getattr(run, part), getattr(other, part)
         for field in fields(before):
             values = [getattr(each, field.name) for each in (before, after)]
-            implied = field.metadata["implied"]  # if nothing is given
+            implied, option = field.metadata["implied"], _OF_AN_OPTION.get(field.name)
             old, new = (None if value == implied else value for value in values)
             if old != new:
-                yield field.name, new, field.default
+                off = option is not None and new == field.default and not getattr(other.zero, option)
+                flags.append((flag_name(field.name), None if new is False or off else new))
+    return flags

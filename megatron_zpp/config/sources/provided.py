@@ -90,9 +90,10 @@ class Provided:
             self.values[part][field] = value
             self._names[field_path] = name
         elif self.values[part][field] != value:
-            raise option_error(
-                name, shown, f"contradicts {self._given_as(field_path)}; make them equal or omit one"
-            )
+            given = self.values[part][field]
+            other = "" if given is True else f" {str(given).lower() if given is False else given}"
+            fix = f"contradicts {self.name(field_path)}{other}; make them equal or omit one"
+            raise option_error(name, shown, fix)
 
     def refuse(self, words: str, reason: str, flag: str = "") -> None:
         """Record a flag or key, with its value, for `check_refused`, which raises for all at once.
@@ -183,11 +184,6 @@ class Provided:
         lines = [printable(f"{', '.join(words)}: {reason}") for reason, words in self._refused.items()]
         lines += [self._unknown] if self._unknown else []
         return [*lines, *dict.fromkeys(self._errors), *(self.notes if lines else ())]
-
-    def _given_as(self, field_path: str) -> str:
-        value = self.get(field_path)
-        shown = "" if value is True else f" {str(value).lower() if value is False else value}"
-        return self.name(field_path) + shown
 
 
 def _mentions(line: str, flag: str) -> bool:
