@@ -34,9 +34,9 @@ def changed_flags(run: Job, other: Job) -> list[tuple[str, Any]]:
     for part in ("recompute", "zero", "precision"):
         before, after = getattr(run, part), getattr(other, part)
         for field in fields(before):
-            values = [getattr(each, field.name) for each in (before, after)]
+            sides = [getattr(each, field.name) for each in (before, after)]
             implied, option = field.metadata["implied"], _OF_AN_OPTION.get(field.name)
-            old, new = (None if value == implied else value for value in values)
+            old, new = (None if value == implied else value for value in sides)
             if old != new:
                 off = option is not None and new == field.default and not getattr(other.zero, option)
                 flags.append((flag_name(field.name), None if new is False or off else new))
