@@ -167,7 +167,7 @@ class PositionConfig(SizeConfig):
         """Whether each layer rotates queries and keys."""
         if not self.rotary or self.no_rope_freq is None:
             return (self.rotary,) * self.num_layers
-        return _layers_with_rope(self.no_rope_freq, self.num_layers)
+        return rope_layers(self.no_rope_freq, self.num_layers)
 
     @property
     def rotated_channels(self) -> int:
@@ -181,7 +181,7 @@ class PositionConfig(SizeConfig):
             fix = f"rotates {channels} of --kv-channels {self.kv_channels}; must be even"
             raise self.error("rotary_percent", fix)
         if self.no_rope_freq is not None:
-            _layers_with_rope(self.no_rope_freq, self.num_layers)
+            rope_layers(self.no_rope_freq, self.num_layers)
         self.check_alternatives(
             "rotary_ntk_factor", "use_rope_scaling", "rotary_seq_len_interpolation_factor"
         )
@@ -221,7 +221,7 @@ def ntk_base(base: float, factor: float | None, rotated: int) -> float:
     return base if factor is None else base * factor ** (rotated / (rotated - 2))
 
 
-def _layers_with_rope(pattern: str, layers: int) -> tuple[bool, ...]:
+def rope_layers(pattern: str, layers: int) -> tuple[bool, ...]:
     """Whether each layer has rope, by --no-rope-freq."""
     found = parse_pattern(pattern, layers, "--no-rope-freq", ("without rope", "with rope"))
     return found if pattern.strip().isdecimal() else tuple(not each for each in found)

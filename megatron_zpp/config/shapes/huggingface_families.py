@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_zpp.config.positions import rope_layers
 from megatron_zpp.config.shapes.config_json import Values, positive, switch, unfit
-from megatron_zpp.config.values.attention_window import describe_pattern, parse_pattern
+from megatron_zpp.config.values.attention_window import describe_pattern
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,8 @@ def _smollm3_fields(values: Values) -> dict[str, Any]:
 
 def _smollm3_values(model: Values) -> dict[str, Any]:
     layers, pattern = model["num_layers"], model["no_rope_freq"]
-    rotated = [True] * layers
-    if pattern is not None:
-        listed = parse_pattern(pattern, layers)
-        rotated = [each == pattern.strip().isdecimal() for each in listed]
-    found = {"no_rope_layers": [int(each) for each in rotated], "use_sliding_window": False}
-    return found | _NO_PADDING
+    rotated = (True,) * layers if pattern is None else rope_layers(pattern, layers)
+    return {"no_rope_layers": [int(each) for each in rotated], "use_sliding_window": False, **_NO_PADDING}
 
 
 def _gemma_fields(values: Values, attention: float | None, logits: float | None) -> dict[str, Any]:
