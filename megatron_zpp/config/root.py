@@ -250,7 +250,7 @@ def parse_command_line(
     flags change nothing.
     `node_ranks` returns the ranks of a node, real or planned, which tensor ranks must divide; None: unknown.
     `huggingface` reads what --load hf: gives; None: nothing.
-    Raises UsageError, in one line, if the command line is wrong, and ValueError as `huggingface` does.
+    Raises UsageError, with a line for each refused flag and value, and ValueError as `huggingface` does.
     """
     parts = typing.get_type_hints(Config)
     files: dict[str, type[Options]] = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
