@@ -64,6 +64,17 @@ def test_a_bad_command_line_is_one_line_with_flag_and_value(argv: list[str], wor
         assert word in message
 
 
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(UsageError) as refused:
+        parse("--burners", "many", "--heat", "1", "--style", "bake", "--limit", "7", "--flux", "3")
+    assert str(refused.value).splitlines() == [
+        "unrecognized argument --flux 3 (--help lists every flag)",
+        "--burners many: must be a whole number",
+        "--heat 1.0: must be below 1",
+        "--style bake: must be boil or fry",  # so it is not said that --limit needs another style
+    ]
+
+
 def test_python_code_cannot_give_a_choice_that_no_command_line_could() -> None:
     with pytest.raises(ValueError, match=r"^--style Fry: must be boil or fry$"):
         Kitchen(style="Fry")  # type: ignore[arg-type]
