@@ -208,9 +208,7 @@ class PositionConfig(SizeConfig):
                 if len(getattr(self, name) or ()) != pairs:
                     raise self.error(name, f"must be {pairs} numbers, one per pair of rotated channels")
             return
-        assert self.yarn_beta_fast is not None
-        assert self.yarn_beta_slow is not None
-        if self.yarn_beta_fast < self.yarn_beta_slow:
+        if (self.yarn_beta_fast or 0.0) < (self.yarn_beta_slow or 0.0):
             raise self.error("yarn_beta_fast", f"must be at least yarn_beta_slow {self.yarn_beta_slow}")
         if self.rotary_attention_factor <= 0:
             raise self.error("mscale", "gives rotated channels a factor that is not above 0")

@@ -98,7 +98,6 @@ class Config:
             fix = "attention and MLP read no norm with --norm-placement after; needs before or both"
             raise model.error("fp32_residual_connection", fix)
         self.optimizer.check_weights(zero, dtype, coded=coded)
-        self.optimizer.check_in_backward(zero, dtype, coded=coded)
         if precision.fp8:
             from megatron_zpp.config.shapes.eight_bits import check_fp8
 

@@ -86,28 +86,25 @@ class Translation:
         """Add the values of old flags to `provided`, and the flags and values that are refused."""
         self._refuse(provided)
         for name, value in tuple(self._old.items()):
-            with provided.collected():
-                self._obey(provided, _BY_NAME[name], value)
-
-    def _obey(self, provided: Provided, flag: OldFlag, value: Any) -> None:
-        """Add the values of one flag. Raises ValueError for one that it cannot have, or that contradicts."""
-        if not is_read(value, flag.takes):
-            del self._old[flag.name]
-            provided.lack(flag.gives)
-            raise option_error(flag.name, value, f"must be {accepted(flag.takes)}")
-        if flag.name == PIPELINE:
-            if value < 1:
-                raise option_error(PIPELINE, value, "must be at least 1")
-            self.pipeline = value
-        elif not flag.accepts(value):
-            provided.refuse(_words(flag.name, value), flag.otherwise)
-        elif flag.means and value not in flag.means:
-            provided.lack(path for given in flag.means.values() for path in given)
-            provided.refuse(_words(flag.name, value), f"must be {' or '.join(flag.means)}")
-        else:
-            for field_path, setting in (flag.means[value] if flag.means else flag.gives).items():
-                provided.put(field_path, value if setting is VALUE else setting, flag.name, _shown(value))
-            self._note(flag)
+            flag, words = _BY_NAME[name], _words(name, value)
+            if not is_read(value, flag.takes):
+                del self._old[name]
+                provided.lack(flag.gives)
+                provided.explain(f"{words}: must be {accepted(flag.takes)}")
+            elif name == PIPELINE and value < 1:
+                provided.explain(f"{words}: must be at least 1")
+            elif name == PIPELINE:
+                self.pipeline = value
+            elif not flag.accepts(value):
+                provided.refuse(words, flag.otherwise)
+            elif flag.means and value not in flag.means:
+                provided.lack(path for given in flag.means.values() for path in given)
+                provided.refuse(words, f"must be {' or '.join(flag.means)}")
+            else:
+                with provided.collected():
+                    for field_path, setting in (flag.means[value] if flag.means else flag.gives).items():
+                        provided.put(field_path, value if setting is VALUE else setting, name, _shown(value))
+                    self._note(flag)
 
     def settle(self, provided: Provided) -> None:
         """Apply lower bounds and lengths in tokens, after all other values.

@@ -113,7 +113,7 @@ class Provided:
         try:
             yield
         except ValueError as error:
-            self._errors += self._explained(str(error))
+            self.explain(str(error))
 
     def made(self, parts: Mapping[str, type[Options]]) -> dict[str, Any]:
         """Return the parts of which no value was refused, and record what their checks refuse."""
@@ -162,14 +162,10 @@ class Provided:
         return any(name in self.values[part] and f"{part}.{name}" not in self._filled for name in others)
 
     def explain(self, message: str) -> str:
-        """Return what was refused, and `message` on the value of one more flag, as `collected` records it."""
-        self._errors += self._explained(message)
-        return "\n".join(self._lines())
+        """Record a message on values, and return it behind all that was refused before.
 
-    def _explained(self, message: str) -> Iterator[str]:
-        """Yield the lines that mention no refused value, with the old flag or key behind each flag.
-
-        Nor do lines count on what is not given, where it may be what a refused flag or value was to give.
+        Lines that mention a refused value do not count, nor do those on what is not given, where it may be
+        what a refused flag or value was to give. The old flag or key behind a current flag follows.
         """
         for line in message.splitlines():
             mentioned = [path for path, flag in self._flags.items() if _mentions(line, flag)]
@@ -177,7 +173,8 @@ class Provided:
             if self._missing.isdisjoint(mentioned) and not unsure:
                 names = {path: name for path, name in self._names.items() if path in mentioned}
                 behind = ", ".join(f"{self._flags[path]} is {name}" for path, name in names.items())
-                yield f"{line} ({behind})" if behind else line
+                self._errors.append(f"{line} ({behind})" if behind else line)
+        return "\n".join(self._lines())
 
     def _lines(self) -> list[str]:
         """A line per reason for refusing flags, one on unknown words, one per refused value, and notes."""
