@@ -150,14 +150,15 @@ class OptimizerConfig(Options):
     def check_weights(self, zero: "ZeroConfig", compute_dtype: str, *, coded: bool) -> None:
         """Raise ValueError for weights that the optimizer cannot step.
 
-        --main-params-dtype needs ranks that hold bf16 weights as they compute, and a step in the backward that
-        nothing of it is known only when all gradients are. `coded`: weights are held as 8-bit codes.
+        --main-params-dtype needs ranks that hold bf16 weights as they compute. A step in the backward cannot
+        wait for what is known only with all gradients. `coded`: weights are held as 8-bit codes.
         """
         offload, on_gpu = zero.zero_offload_optimizer, "steps on the GPU; omit --zero-offload-optimizer"
         split, whole = self.splits_weights, "needs the rank's own weights in bf16; omit"
         early = self.optimizer_in_backward
         scaled = "needs --bf16 or --fp32: a loss scale skips steps when units have taken them"
         wide = f"needs --bf16; this run computes in {compute_dtype}"
+        unscaled = "has no scales of the whole step yet; omit --fp8-param-gather"
         for name, given, fix in (
             ("optimizer", self.optimizer == "muon" and offload, on_gpu),
             ("main_params_dtype", split and compute_dtype != "bfloat16", wide),
@@ -166,11 +167,7 @@ class OptimizerConfig(Options):
             ("main_params_dtype", split and coded, f"{whole} --fp8-param-gather"),
             ("optimizer_in_backward", early and compute_dtype == "float16", scaled),
             ("optimizer_in_backward", early and offload, on_gpu),
-            (
-                "optimizer_in_backward",
-                early and coded,
-                "has no scales of the whole step yet; omit --fp8-param-gather",
-            ),
+            ("optimizer_in_backward", early and coded, unscaled),
         ):
             if given:
                 raise self.error(name, fix)

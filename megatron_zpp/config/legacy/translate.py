@@ -90,9 +90,9 @@ class Translation:
             if not is_read(value, flag.takes):
                 del self._old[name]
                 provided.lack(flag.gives)
-                provided.explain(f"{words}: must be {accepted(flag.takes)}")
+                provided.explain(str(option_error(name, value, f"must be {accepted(flag.takes)}")))
             elif name == PIPELINE and value < 1:
-                provided.explain(f"{words}: must be at least 1")
+                provided.explain(str(option_error(name, value, "must be at least 1")))
             elif name == PIPELINE:
                 self.pipeline = value
             elif not flag.accepts(value):
