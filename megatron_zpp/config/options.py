@@ -196,7 +196,8 @@ def make_parser(
         help="show the version of megatron_zpp and exit",
     )
     for group_name, cls in groups.items():
-        section = parser.add_argument_group(_title(cls))
+        title = (cls.__doc__ or cls.__name__).strip().splitlines()[0]
+        section = parser.add_argument_group(title.rstrip("."))
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if not field.metadata["typed"] or (only is not None and flag_of(field) not in only):
@@ -290,10 +291,6 @@ def fits(value: Any, hint: Any) -> bool:
             parts = parts[:1] * len(value)
         return type(value) is tuple and len(value) == len(parts) and all(map(fits, value, parts))
     return type(value) is hint or (hint is float and type(value) is int)
-
-
-def _title(cls: type) -> str:
-    return (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
 
 
 def _help(field: dataclasses.Field) -> str:

@@ -15,7 +15,6 @@ from megatron_zpp.config.legacy.old_flags import (
     RENAMED,
     RETIRED_VALUES,
     VALUE,
-    OldFlag,
 )
 from megatron_zpp.config.legacy.reasons import EXPERTS, NO_TABLE, Reason, reason_of
 from megatron_zpp.config.model import ModelConfig
@@ -104,7 +103,10 @@ class Translation:
                 with provided.collected():
                     for field_path, setting in (flag.means[value] if flag.means else flag.gives).items():
                         provided.put(field_path, value if setting is VALUE else setting, name, _shown(value))
-                    self._note(flag)
+                    if flag.why:
+                        self._idle.setdefault(flag.why, []).append(name)
+                    elif flag.today:
+                        self._renamed.append(f"{name} is {flag.today}")
 
     def settle(self, provided: Provided) -> None:
         """Apply lower bounds and lengths in tokens, after all other values.
@@ -154,12 +156,6 @@ class Translation:
     def _refuse(self, provided: Provided) -> None:
         for words, reason in self._refused:
             provided.refuse(words, reason, flag=words.partition(" ")[0])
-
-    def _note(self, flag: OldFlag) -> None:
-        if flag.why:
-            self._idle.setdefault(flag.why, []).append(flag.name)
-        elif flag.today:
-            self._renamed.append(f"{flag.name} is {flag.today}")
 
 
 def divide_batch(provided: Provided, stages: int, data_ranks: int) -> tuple[str, ...]:

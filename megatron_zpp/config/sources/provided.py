@@ -168,7 +168,8 @@ class Provided:
         what a refused flag or value was to give. The old flag or key behind a current flag follows.
         """
         for line in message.splitlines():
-            mentioned = [path for path, flag in self._flags.items() if _mentions(line, flag)]
+            words = {*re.findall(r"[\w-]+", line)}
+            mentioned = [path for path, flag in self._flags.items() if flag in words]
             unsure = _ABSENT.search(line) and (self._unknown or self._refused or self._missing)
             if self._missing.isdisjoint(mentioned) and not unsure:
                 names = {path: name for path, name in self._names.items() if path in mentioned}
@@ -181,7 +182,3 @@ class Provided:
         lines = [printable(f"{', '.join(words)}: {reason}") for reason, words in self._refused.items()]
         lines += [self._unknown] if self._unknown else []
         return [*lines, *dict.fromkeys(self._errors), *(self.notes if lines else ())]
-
-
-def _mentions(line: str, flag: str) -> bool:
-    return re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", line) is not None
