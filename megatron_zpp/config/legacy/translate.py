@@ -49,7 +49,7 @@ class Translation:
     """
 
     def __init__(self, parser: argparse.ArgumentParser, groups: Sequence[str], argv: Sequence[str]) -> None:
-        """Parse `argv`. Raises UsageError for a value that a flag cannot have."""
+        """Parse `argv`. Raises UsageError for a flag without its value."""
         add_old_flags(parser)
         self._renamed: list[str] = []
         self._idle: dict[str, list[str]] = {}  # flags by the reason
