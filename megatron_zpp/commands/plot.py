@@ -96,7 +96,10 @@ def draw(runs: Runs, config: PlotConfig) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    _check_metrics(runs, config.metric)
+    known = metric_names(record for records in runs.values() for run in records for record in run)
+    for metric in config.metric:
+        if metric not in known:
+            raise option_error("--metric", metric, f"no run has it; there are {', '.join(known)}")
     size = (8, 1.5 + 3.5 * len(config.metric))
     figure, rows = pyplot.subplots(len(config.metric), figsize=size, layout="constrained", squeeze=False)
     for axes, metric in zip(rows[:, 0], config.metric, strict=True):
@@ -152,14 +155,6 @@ def _draw_range(
     if len(runs) > 1:
         axes.fill_between(joined.x, joined.least, joined.most, color=colour, alpha=0.2, linewidth=0)
     return joined
-
-
-def _check_metrics(runs: Runs, metrics: Sequence[str]) -> None:
-    """Raise ValueError for a metric that no run has."""
-    known = metric_names(record for records in runs.values() for run in records for record in run)
-    for metric in metrics:
-        if metric not in known:
-            raise option_error("--metric", metric, f"no run has it; there are {', '.join(known)}")
 
 
 def _names(paths: Sequence[str]) -> list[str]:

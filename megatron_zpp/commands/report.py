@@ -18,7 +18,7 @@ from megatron_zpp.config.sources.settings_file import not_implied
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.exchanges import ledgers_of
 from megatron_zpp.plan.job import Job
-from megatron_zpp.plan.memory import memory_of
+from megatron_zpp.plan.memory import PARTS, memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.reporting.console import warn
 from megatron_zpp.reporting.report.curves import Axis, by_iteration, read_metrics
@@ -114,17 +114,7 @@ def memory_rows(job: Job, records: Records) -> list[Comparison]:
     """The planned parts of the memory, and the planned peak beside the measured one."""
     planned = memory_of(job)
     rows = [
-        (name, _gib(getattr(planned, part)), "", "")
-        for part, name in (
-            ("weights", "weights, as they compute and are sent"),
-            ("optimizer", "master weights and moments"),
-            ("buffers", "buffers of gathers and reductions"),
-            ("zeropp", "secondary shards, references"),
-            ("gradients", "gradients, at the optimizer's step"),
-            ("activations", "activations, at the loss"),
-            ("loss", "the loss"),
-        )
-        if getattr(planned, part)
+        (name, _gib(getattr(planned, part)), "", "") for part, name in PARTS.items() if getattr(planned, part)
     ]
     peaks = by_iteration(records, "memory_peak_bytes").values()
     note = f"planned in {planned.peak_at}"

@@ -5,12 +5,13 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from megatron_zpp.config.options import Options, UsageError, parse_all, printable
+from megatron_zpp.config.options import Options, UsageError, make_parser, parse_known, printable
+from megatron_zpp.config.sources.provided import Provided
 
 DEBUG = "MEGATRON_ZPP_DEBUG"  # in the environment: errors have their traceback
 INTERRUPTED = 130  # the shell's status for a program stopped by Ctrl-C
@@ -28,9 +29,18 @@ def program_name() -> str:
     return os.path.basename(sys.argv[0])
 
 
-def command_groups(groups: Mapping[str, type[Options]], description: str) -> dict[str, Any]:
-    """Return the flags of this program's command line, by group. Raises UsageError if it is wrong."""
-    return parse_all(groups, program_name(), description, sys.argv[1:])
+def command_groups(
+    groups: Mapping[str, type[Options]], description: str, argv: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Return the flags of this program's command line, or of `argv`, by group.
+
+    Raises UsageError if it is wrong.
+    """
+    parser = make_parser(program_name(), description, groups)
+    provided = Provided(groups, *parse_known(parser, groups, sys.argv[1:] if argv is None else argv))
+    made = provided.made(groups)
+    provided.check_refused()
+    return made
 
 
 def command_options(cls: type[Options], description: str) -> Any:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, option, option_error, optional, switch
+from megatron_zpp.config.options import Options, flag_name, option, option_error, optional, switch
 from megatron_zpp.config.values.text import is_hub, is_text
 from megatron_zpp.config.values.urls import check_location, local_path
 
@@ -109,8 +109,8 @@ class DataConfig(Options):
         if self.split is not None and own:
             raise self.error("split", f"divides --data-path only; omit it with {own[0]}")
         split_shares(self.split or DEFAULT_SPLIT)
-        for flag in ("data_path", *(f"{split}_data_path" for split in SPLITS)):
-            _check_mixture("--" + flag.replace("_", "-"), getattr(self, flag))
+        for flag, entries in self._entries.items():
+            _check_mixture(flag, entries)
         self._check_text()
         self._check_objects()
 
@@ -162,9 +162,15 @@ class DataConfig(Options):
 
     def sources(self) -> tuple[tuple[float | None, str], ...]:
         """Return (weight, path) of every data set of every split."""
-        flags = ("data_path", *(f"{split}_data_path" for split in SPLITS))
-        named = [weighted_prefixes("--" + flag.replace("_", "-"), getattr(self, flag)) for flag in flags]
-        return tuple(source for sources in named for source in sources)
+        return tuple(
+            source for flag, entries in self._entries.items() for source in weighted_prefixes(flag, entries)
+        )
+
+    @property
+    def _entries(self) -> dict[str, tuple[str, ...]]:
+        """The entries of each flag that names data."""
+        names = ("data_path", *(f"{split}_data_path" for split in SPLITS))
+        return {flag_name(name): getattr(self, name) for name in names}
 
     def without_effect(self) -> tuple[str, ...]:
         """Return notes on flags, common in Megatron-LM's command lines, that have no effect on these data."""

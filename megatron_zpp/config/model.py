@@ -37,18 +37,6 @@ NOT_SHAPE = (
 
 _ACTIVATIONS = ("swiglu", "geglu", "squared_relu")  # of the MLP, of which a model has one, or GELU
 REQUIRED_SHAPE = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-_DEFAULTS: dict[str, Any] = {
-    "position_embedding_type": "learned_absolute",
-    "normalization": "LayerNorm",
-    "norm_placement": "before",
-    "norm_epsilon": 1e-5,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_multiplier": 1.0,
-    "init_method_std": 0.02,
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
-}
 _FULL, _MUP = "--recompute-granularity full", "--use-mup"
 
 
@@ -83,13 +71,13 @@ class ModelConfig(PositionConfig):
         'such as "([1]*5+[0])*4". Default: all layers have it.'
     )
     normalization: Normalization = option(
-        None,
-        "Normalisation before attention, MLP and output; default LayerNorm.",
+        None, "Normalisation before attention, MLP and output; default LayerNorm.", implied="LayerNorm"
     )
     norm_placement: NormPlacement = option(
         None,
         "Where attention and MLP have norms: before them, after them, before the residual sum (OLMo 2), or "
         "both (Gemma); default before.",
+        implied="before",
     )
     apply_layernorm_1p: bool = switch("Norms multiply by 1 + their weights, which begin at zero (Gemma).")
     fp32_residual_connection: bool = switch(
@@ -98,7 +86,7 @@ class ModelConfig(PositionConfig):
     embed_layernorm: bool = switch(
         "Normalise what the token embedding looks up, with --normalization (BLOOM)."
     )
-    norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", above=0)
+    norm_epsilon: float = option(None, "Added to the variance in norms; default 1e-5.", implied=1e-5, above=0)
     swiglu: bool = switch("Gated MLP: SiLU of one projection times another (Llama).")
     geglu: bool = switch("Gated MLP: GELU of one projection times another (Gemma).")
     squared_relu: bool = switch("Squared ReLU in the MLP instead of GELU.")
@@ -119,13 +107,19 @@ class ModelConfig(PositionConfig):
         "Give the output layer separate weights instead of sharing the token embedding's."
     )
     embedding_multiplier: float = option(
-        None, "Factor of what the token embedding looks up; default 1 (Gemma: √(--hidden-size)).", above=0
+        None,
+        "Factor of what the token embedding looks up; default 1 (Gemma: √(--hidden-size)).",
+        implied=1.0,
+        above=0,
     )
     residual_multiplier: float = option(
-        None, "Factor of what attention and MLP add to the residual stream; default 1 (Granite).", above=0
+        None,
+        "Factor of what attention and MLP add to the residual stream; default 1 (Granite).",
+        implied=1.0,
+        above=0,
     )
     logits_multiplier: float = option(
-        None, "Factor of the logits; default 1 (Granite: 1 / logits_scaling).", above=0
+        None, "Factor of the logits; default 1 (Granite: 1 / logits_scaling).", implied=1.0, above=0
     )
     final_logit_softcapping: float | None = optional(
         "Soft cap C of the logits: C · tanh(logits / C) (Gemma 2); default: none.", above=0
@@ -134,6 +128,7 @@ class ModelConfig(PositionConfig):
         None,
         "Standard deviation of initial weights; default 0.02. Divided by √(2 × layers) where a matrix writes "
         "to the residual stream.",
+        implied=0.02,
         above=0,
     )
     use_mup: bool = switch(
@@ -155,10 +150,10 @@ class ModelConfig(PositionConfig):
         at_most=2,
     )
     attention_dropout: float = option(
-        None, "Dropout probability of attention weights; default 0.1.", at_least=0, below=1
+        None, "Dropout probability of attention weights; default 0.1.", implied=0.1, at_least=0, below=1
     )
     hidden_dropout: float = option(
-        None, "Dropout probability of hidden states; default 0.1.", at_least=0, below=1
+        None, "Dropout probability of hidden states; default 0.1.", implied=0.1, at_least=0, below=1
     )
 
     def check(self) -> None:
@@ -167,17 +162,18 @@ class ModelConfig(PositionConfig):
         for name in REQUIRED_SHAPE:
             if getattr(self, name) is None:
                 raise self.error(name, f"give it, or --model-preset with one of {preset_names()}")
-        for name, value in _DEFAULTS.items():
-            self._fill(name, value)
-        self._fill("max_position_embeddings", self.seq_length)
-        self._fill("ffn_hidden_size", self._inner_width())
+        self.fill_implied()
+        self.fill("max_position_embeddings", self.seq_length)
+        width = 4 * self.hidden_size
+        inner = max(64, int(width * 2 / 3 / 64) * 64) if self.gated else width  # Megatron-LM's rule
+        self.fill("ffn_hidden_size", inner)
         self.check_alternatives(*_ACTIVATIONS)
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise self.error(
                 "num_attention_heads",
                 f"must divide --hidden-size {self.hidden_size}, or give --kv-channels",
             )
-        self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
+        self.fill("kv_channels", self.hidden_size // self.num_attention_heads)
         self.check_groups()
         self._check_window()
         self.check_positions()
@@ -250,14 +246,10 @@ class ModelConfig(PositionConfig):
         if self._given_activations():
             values = {name: value for name, value in values.items() if name not in _ACTIVATIONS}
         for name, value in values.items():
-            self._fill(name, value)
+            self.fill(name, value)
 
     def _given_activations(self) -> list[str]:
         return [name for name in _ACTIVATIONS if getattr(self, name)]
-
-    def _inner_width(self) -> int:
-        width = 4 * self.hidden_size
-        return max(64, int(width * 2 / 3 / 64) * 64) if self.gated else width  # Megatron-LM's rule
 
     def _check_window(self) -> None:
         """Give both settings their shortest form, so that equal ones are equal."""
@@ -272,9 +264,9 @@ class ModelConfig(PositionConfig):
 
     def _check_mup(self) -> None:
         """Fill multipliers that muP implies, by Megatron-LM's rules, so that each model states its own."""
-        self._fill("mup_base_hidden_size", self.hidden_size)
+        self.fill("mup_base_hidden_size", self.hidden_size)
         power = 1.0 if self.mup_attn_scale_power is None else self.mup_attn_scale_power
-        self._fill("softmax_scale", math.sqrt(self.mup_base_head_dim or 1.0) / self.kv_channels**power)
+        self.fill("softmax_scale", math.sqrt(self.mup_base_head_dim or 1.0) / self.kv_channels**power)
         if self.logits_multiplier == 1:
             object.__setattr__(self, "logits_multiplier", 1 / self.width_ratio)
         if self.embedding_multiplier != 1 and self.position_embedding_type == "learned_absolute":
@@ -332,7 +324,10 @@ class RecomputeConfig(Options):
         needs=_FULL,
     )
     recompute_num_layers: int | None = count(
-        None, "uniform: layers per chunk; block: layers that are recomputed. Default 1.", needs=_FULL
+        None,
+        "uniform: layers per chunk; block: layers that are recomputed. Default 1.",
+        needs=_FULL,
+        implied=1,
     )
     recompute_offload: bool = switch(
         "Keep the stored inputs in CPU memory; needs GPUs. Costs a copy to the CPU and back.", needs=_FULL
@@ -352,8 +347,7 @@ class RecomputeConfig(Options):
         if self.recompute_granularity == "full":
             if self.recompute_method is None:
                 raise self.error("recompute_granularity", "needs --recompute-method uniform or block")
-            if self.recompute_num_layers is None:
-                object.__setattr__(self, "recompute_num_layers", 1)
+            self.fill_implied()
 
     def check_device(self, device: str) -> None:
         """Raise ValueError for --recompute-offload on a device without memory of its own."""

@@ -148,38 +148,29 @@ class OptimizerConfig(Options):
         return self.main_params_dtype != "fp32"
 
     def check_weights(self, zero: "ZeroConfig", compute_dtype: str, *, coded: bool) -> None:
-        """Raise ValueError unless ranks hold bf16 weights as they compute, if --main-params-dtype needs it.
+        """Raise ValueError for weights that the optimizer cannot step.
 
-        And with Muon for states in CPU memory. `coded`: weights are held as 8-bit codes.
+        --main-params-dtype needs ranks that hold bf16 weights as they compute. A step in the backward cannot
+        wait for what is known only with all gradients. `coded`: weights are held as 8-bit codes.
         """
-        if self.optimizer == "muon" and zero.zero_offload_optimizer:
-            raise self.error("optimizer", "steps on the GPU; omit --zero-offload-optimizer")
-        if not self.splits_weights:
-            return
-        if compute_dtype != "bfloat16":
-            raise self.error("main_params_dtype", f"needs --bf16; this run computes in {compute_dtype}")
-        for flag, given in (
-            ("--zero-offload-optimizer", zero.zero_offload_optimizer),
-            ("--zero-quantized-weights", zero.zero_quantized_weights),
-            ("--fp8-param-gather", coded),
+        offload, on_gpu = zero.zero_offload_optimizer, "steps on the GPU; omit --zero-offload-optimizer"
+        split, whole = self.splits_weights, "needs the rank's own weights in bf16; omit"
+        early = self.optimizer_in_backward
+        scaled = "needs --bf16 or --fp32: a loss scale skips steps when units have taken them"
+        wide = f"needs --bf16; this run computes in {compute_dtype}"
+        unscaled = "has no scales of the whole step yet; omit --fp8-param-gather"
+        for name, given, fix in (
+            ("optimizer", self.optimizer == "muon" and offload, on_gpu),
+            ("main_params_dtype", split and compute_dtype != "bfloat16", wide),
+            ("main_params_dtype", split and offload, f"{whole} --zero-offload-optimizer"),
+            ("main_params_dtype", split and zero.zero_quantized_weights, f"{whole} --zero-quantized-weights"),
+            ("main_params_dtype", split and coded, f"{whole} --fp8-param-gather"),
+            ("optimizer_in_backward", early and compute_dtype == "float16", scaled),
+            ("optimizer_in_backward", early and offload, on_gpu),
+            ("optimizer_in_backward", early and coded, unscaled),
         ):
             if given:
-                raise self.error("main_params_dtype", f"needs the rank's own weights in bf16; omit {flag}")
-
-    def check_in_backward(self, zero: "ZeroConfig", compute_dtype: str, *, coded: bool) -> None:
-        """Raise ValueError if units cannot step before the gradients of all are known, and are to.
-
-        `coded`: weights are held as 8-bit codes.
-        """
-        refused = {
-            "needs --bf16 or --fp32: a loss scale skips steps when units have taken them": (
-                compute_dtype == "float16"
-            ),
-            "steps on the GPU; omit --zero-offload-optimizer": zero.zero_offload_optimizer,
-            "has no scales of the whole step yet; omit --fp8-param-gather": coded,
-        }
-        for fix in (fix for fix, given in refused.items() if given and self.optimizer_in_backward):
-            raise self.error("optimizer_in_backward", fix)
+                raise self.error(name, fix)
 
     def check_batch(self, ranks: int, micro_batches: int) -> None:
         """Raise ValueError if gradients are sums over ranks or micro-batches, and units step as they come."""

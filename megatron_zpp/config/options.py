@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import MISSING
 from typing import Any, NoReturn
 
-from megatron_zpp.config.words import did_you_mean
+from megatron_zpp.config.words import did_you_mean, either
 from megatron_zpp.version import __version__
 
 REQUIRED: Any = MISSING
@@ -34,35 +34,26 @@ def option(
     typed: bool = True,
     needs: str = "",
     auto: bool = False,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
+    implied: Any = None,
+    **bounds: float,
 ) -> Any:
-    """Declare a field that is also a flag.
+    """Declare a field that is also a flag; `bounds` are at_least, at_most, above and below.
 
-    Unless `flag` names it, the flag is `--` and the field's name with dashes. A boolean that defaults to True
-    becomes `--no-…`; `bool | None` gets both forms. Type and choices come from the annotation. `metavar` is
-    the placeholder of the value in the help. `auto`: AUTO may stand for the number, until the plan of the run
-    replaces it. `REQUIRED` as the default makes the flag mandatory. A
-    `positional` field has no flag and is always mandatory. Without `typed` a field has no flag either: it is
-    for published models and files of settings. `Options` checks the bounds, for every number of a
-    tuple, and refuses an empty string unless the default is or contains one. It refuses a value other than
-    the default without what it `needs`, as in "--load DIRECTORY" or "--zero-stage 1, 2 or 3": other flags of
-    the group, with " and " or " or " between them, each with its possible values or one of _PLACEHOLDERS.
+    Unless `flag` names it, the flag is `--` and the field's name with dashes. A boolean that defaults to
+    True becomes `--no-…`; `bool | None` gets both forms. Type and choices come from the annotation.
+    `metavar` is the placeholder of the value in the help. `auto`: AUTO may stand for the number, until the
+    plan of the run replaces it. `implied`: what `fill_implied` makes of the default None. `REQUIRED` as the
+    default makes the flag mandatory. A `positional` field has no flag and is always mandatory. Without
+    `typed` a field has no flag either: it is for published models and files of settings. `Options` checks
+    the bounds, for every number of a tuple, and refuses an empty string unless the default is or contains
+    one. It refuses a value other than the default without what it `needs`, as in "--load DIRECTORY" or
+    "--zero-stage 1, 2 or 3": other flags of the group, with " and " or " or " between them, each with its
+    possible values or one of _PLACEHOLDERS.
     """
-    bounds = {"at_least": at_least, "at_most": at_most, "above": above, "below": below}
-    bounds = {name: bound for name, bound in bounds.items() if bound is not None}
     help = f"{help} Needs {needs}." if needs else help
-    metadata = {
-        "help": help,
-        "flag": flag,
-        "metavar": metavar,
-        "positional": positional,
-        "auto": auto,
-        "typed": typed,
-    }
-    return dataclasses.field(default=default, metadata=metadata | {"bounds": bounds, "needs": needs})
+    told = {"help": help, "flag": flag, "metavar": metavar, "positional": positional, "typed": typed}
+    rules = {"needs": needs, "auto": auto, "implied": implied, "bounds": bounds}
+    return dataclasses.field(default=default, metadata=told | rules)
 
 
 def switch(help: str, **more: Any) -> Any:
@@ -101,17 +92,32 @@ class Options:
     """A group of settings. Subclasses declare fields with `option` and rules across fields in `check`."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check_choice(field, getattr(self, field.name))
-            _check_bounds(field, getattr(self, field.name))
-        self.check()
-        for field in dataclasses.fields(self):
-            needs = field.metadata["needs"]
-            if needs and getattr(self, field.name) != field.default and not self._has(needs):
-                raise self.error(field.name, f"needs {needs}")
+        """Raise ValueError, with a line per refused value; rules across fields need all of these."""
+        fields = dataclasses.fields(self)
+        refused = [error for field in fields if (error := value_error(field, getattr(self, field.name)))]
+        if not refused:
+            self.check()
+            for field in fields:
+                needs = field.metadata["needs"]
+                if needs and getattr(self, field.name) != field.default and not self._has(needs):
+                    refused.append(self.error(field.name, f"needs {needs}"))
+        if refused:
+            raise ValueError("\n".join(map(str, refused)))
 
     def check(self) -> None:
         """Raise an `option_error` if fields contradict each other."""
+
+    def fill_implied(self) -> None:
+        """Give fields without a value what their declarations imply, where they have what they need."""
+        for field in dataclasses.fields(self):
+            implied, needs = field.metadata["implied"], field.metadata["needs"]
+            if implied is not None and (not needs or self._has(needs)):
+                self.fill(field.name, implied)
+
+    def fill(self, name: str, value: Any) -> None:
+        """Give a field a value unless it has one; for `check`, when nobody has seen the old value."""
+        if getattr(self, name) is None or getattr(self, name) is False:
+            object.__setattr__(self, name, value)
 
     def error(self, name: str, fix: str) -> ValueError:
         """Return the error for the value of a field: its flag, the value, and what would be right."""
@@ -190,7 +196,8 @@ def make_parser(
         help="show the version of megatron_zpp and exit",
     )
     for group_name, cls in groups.items():
-        section = parser.add_argument_group(_title(cls))
+        title = (cls.__doc__ or cls.__name__).strip().splitlines()[0]
+        section = parser.add_argument_group(title.rstrip("."))
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             if not field.metadata["typed"] or (only is not None and flag_of(field) not in only):
@@ -204,23 +211,21 @@ def make_parser(
     return parser
 
 
-def parse_groups(
-    parser: argparse.ArgumentParser, groups: Iterable[str], argv: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """Return what was typed, by group and field; other fields are absent, so that presets can fill them."""
-    typed, unknown = parse_known(parser, groups, argv)
-    if unknown:
-        raise UsageError(unknown)
-    return typed
-
-
 def parse_known(
     parser: argparse.ArgumentParser, groups: Iterable[str], argv: Sequence[str]
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """Return what `parse_groups` does, and a message on words that mean nothing; empty without any."""
+    """Return what was typed, by group and field, and a message on words that mean nothing; empty without any.
+
+    Other fields are absent, so that presets can fill them. Text that is no number is text, for `value_error`.
+    """
     namespace, unknown = parser.parse_known_args(list(argv))
-    lists_flags = getattr(parser, "lists_flags", "--help")
-    message = f"{_unknown_message(parser, unknown)} ({lists_flags} lists every flag)" if unknown else ""
+    message = ""
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        first, lists_flags = unknown[0].split("=", 1)[0], getattr(parser, "lists_flags", "--help")
+        meant = did_you_mean(first, flags) if first.startswith("-") else ""
+        said = f"unrecognized argument {' '.join(unknown)}{meant and '; '}{meant}"
+        message = f"{said} ({lists_flags} lists every flag)"
     typed: dict[str, dict[str, Any]] = {name: {} for name in groups}
     for destination, value in vars(namespace).items():
         group_name, field_name = destination.split(".", 1)
@@ -238,15 +243,6 @@ def with_home(value: Any) -> Any:
     if isinstance(value, str) and _HOME.match(value):
         return _HOME.sub(lambda found: os.path.expanduser("~"), value)
     return value
-
-
-def parse_all(
-    groups: Mapping[str, type[Options]], prog: str, description: str, argv: Sequence[str]
-) -> dict[str, Any]:
-    """Return one instance of every group, by name. Raises UsageError for a bad command line."""
-    typed = parse_groups(make_parser(prog, description, groups), groups, argv)
-    with usage_errors():
-        return {name: cls(**typed[name]) for name, cls in groups.items()}
 
 
 class UsageError(ValueError):
@@ -297,10 +293,6 @@ def fits(value: Any, hint: Any) -> bool:
     return type(value) is hint or (hint is float and type(value) is int)
 
 
-def _title(cls: type) -> str:
-    return (cls.__doc__ or cls.__name__).strip().splitlines()[0].rstrip(".")
-
-
 def _help(field: dataclasses.Field) -> str:
     text = field.metadata["help"].replace("%", "%%")
     if field.default is MISSING:
@@ -321,26 +313,52 @@ def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
     if hint is bool:
         return {"action": "store_false" if field.default is True else "store_true"}
     if typing.get_origin(hint) is typing.Literal:
-        return {"choices": typing.get_args(hint), **required}
+        return {"metavar": f"{{{','.join(map(str, typing.get_args(hint)))}}}", **required}
     metavar = field.metadata["metavar"] or _metavar(hint, field.name)
     if typing.get_origin(hint) is tuple:
         parts = typing.get_args(hint)
         count = "+" if parts[-1] is Ellipsis else len(parts)
-        return {"type": parts[0], "nargs": count, "metavar": metavar, **required}
-    if field.metadata["auto"]:
-        hint, metavar = whole_or_auto, f"{metavar}|{AUTO}"
-    return {"type": hint, "metavar": metavar, **required}
+        return {"type": reader(parts[0]), "nargs": count, "metavar": metavar, **required}
+    metavar = f"{metavar}|{AUTO}" if field.metadata["auto"] else metavar
+    return {"type": reader(hint), "metavar": metavar, **required}
 
 
-def whole_or_auto(text: str) -> int:
-    """Return a whole number, or AUTO. Raises ValueError for other text."""
-    return AUTO if text == AUTO else int(text)
+def reader(kind: type) -> Callable[[str], Any]:
+    """Return what reads a value of a kind from text; text that is no number stays as it is."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return read
+
+
+def is_read(value: Any, kind: type | None) -> bool:
+    """Return whether a value of a kind, or each of several, is what `reader` could read."""
+    values = value if isinstance(value, tuple) else (value,)
+    return kind not in (int, float) or not any(isinstance(one, str) for one in values)
+
+
+def accepted(hint: Any) -> str:
+    """Return what a field of a type accepts, in words."""
+    known = choices(hint)
+    return either(known) if known else _WORDS.get(_kind(hint), "")
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 def _metavar(hint: Any, name: str) -> str:
     """Return N for whole numbers, X for other numbers, else the last word of the name in capitals."""
-    (hint, *_) = typing.get_args(hint) or (hint,)
-    return {int: "N", float: "X"}.get(hint) or name.rsplit("_", 1)[-1].upper()
+    return {int: "N", float: "X"}.get(_kind(hint)) or name.rsplit("_", 1)[-1].upper()
+
+
+def _kind(hint: Any) -> Any:
+    """Return T of T, T | None, tuple[T, ...] and so on."""
+    parts = () if typing.get_origin(hint) is typing.Literal else typing.get_args(hint)
+    return _kind(parts[0]) if parts else hint
 
 
 def choices(hint: Any) -> tuple[Any, ...]:
@@ -349,27 +367,26 @@ def choices(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(literals[0]) if literals else ()
 
 
-def _check_choice(field: dataclasses.Field, value: object) -> None:
-    """Refuse what no command line could give: Python code makes configurations too."""
-    known = choices(field.type)
+def value_error(field: dataclasses.Field, value: object) -> ValueError | None:
+    """Return the error for a value that a field cannot have, whatever the others are."""
+    flag, auto, known = flag_of(field), f" or {AUTO}" * field.metadata["auto"], choices(field.type)
     if known and value not in (*known, field.default):
-        raise option_error(flag_of(field), value, f"must be {' or '.join(map(str, known))}")
-
-
-def _check_bounds(field: dataclasses.Field, value: object) -> None:
-    numbers = value if isinstance(value, tuple) else (value,)
+        return option_error(flag, value, f"must be {accepted(field.type)}")
     defaults = field.default if isinstance(field.default, tuple) else (field.default,)
-    for number in numbers:
+    for number in value if isinstance(value, tuple) else (value,):
         if number == "" and "" not in defaults:
-            raise option_error(flag_of(field), "''", "must not be empty; omit the flag or give it a value")
+            return option_error(flag, "''", "must not be empty; omit the flag or give it a value")
+        if not is_read(number, _kind(field.type)) and not (auto and number == AUTO):
+            return option_error(flag, value, f"must be {accepted(field.type)}{auto}")
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
         if isinstance(number, float) and not math.isfinite(number):
-            raise option_error(flag_of(field), number, "must be a finite number")
+            return option_error(flag, number, "must be a finite number")
         for name, bound in field.metadata["bounds"].items():
             holds, words = _BOUNDS[name]
             if not holds(number, bound):
-                raise option_error(flag_of(field), value, f"must be {words} {bound}")
+                return option_error(flag, value, f"must be {words} {bound}")
+    return None
 
 
 _BOUNDS = {
@@ -378,10 +395,3 @@ _BOUNDS = {
     "above": (lambda number, bound: number > bound, "above"),
     "below": (lambda number, bound: number < bound, "below"),
 }
-
-
-def _unknown_message(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    first = unknown[0].split("=", 1)[0]
-    meant = did_you_mean(first, flags) if first.startswith("-") else ""
-    return f"unrecognized argument {' '.join(unknown)}{meant and '; '}{meant}"

@@ -43,7 +43,7 @@ class PlanConfig(Options):
         at_most=_MOST_RANKS,
     )
     plan_gpu: Literal["h100", "h200", "a100", "v100"] | None = optional(
-        "GPU model; default h100.", needs="--dry-run"
+        "GPU model; default h100.", needs="--dry-run", implied="h100"
     )
     plan_link_gbit: str | None = optional(
         "Bandwidth of a node to other nodes, Gbit/s in each direction, or the name of a usual node: "
@@ -54,8 +54,7 @@ class PlanConfig(Options):
 
     def check(self) -> None:
         """Fill in the GPU of a dry run, and refuse a link that is no number and no name."""
-        if self.dry_run and self.plan_gpu is None:
-            object.__setattr__(self, "plan_gpu", "h100")
+        self.fill_implied()
         link = self.plan_link_gbit
         if link is not None and link not in LINKS and not _above_0(link):
             raise self.error("plan_link_gbit", f"must be a number above 0, or one of {_USUAL}")

@@ -33,12 +33,13 @@ class PositionConfig(SizeConfig):
         "How the model knows positions: a learned table; rotary embedding of queries and keys, as it is "
         "(rope) or stretched to longer texts by YaRN or LongRoPE; scores that fall with distance (ALiBi); or "
         "not at all. Default learned_absolute.",
+        implied="learned_absolute",
     )
     rotary_base: float | None = optional(
-        "Base of rope's wavelengths; default 10000.", needs=_ROTARY, above=1, at_most=1e12
+        "Base of rope's wavelengths; default 10000.", needs=_ROTARY, implied=10_000.0, above=1, at_most=1e12
     )
     rotary_percent: float | None = optional(
-        "Share of each head that rope rotates; default 1.", needs=_ROTARY, above=0, at_most=1
+        "Share of each head that rope rotates; default 1.", needs=_ROTARY, implied=1.0, above=0, at_most=1
     )
     rotary_base_local: float | None = optional(
         "Base of rope's wavelengths in layers with a window, which are then not scaled (Gemma 3, OLMo 3); "
@@ -63,7 +64,11 @@ class PositionConfig(SizeConfig):
     )
     use_rope_scaling: bool = switch("Stretch rope's long wavelengths as Llama 3.1 does.", needs=_ROPE)
     rope_scaling_factor: float | None = optional(
-        "Factor of the longest wavelengths; default 8.", needs="--use-rope-scaling", at_least=1, at_most=1e6
+        "Factor of the longest wavelengths; default 8.",
+        needs="--use-rope-scaling",
+        implied=8.0,
+        at_least=1,
+        at_most=1e6,
     )
     rotary_ntk_factor: float | None = optional(
         "Multiply --rotary-base so that the longest wavelength gets this factor, and the shortest none "
@@ -89,12 +94,14 @@ class PositionConfig(SizeConfig):
         "YaRN leaves channels unchanged that turn at least so often in a text of the original length; "
         "default 32.",
         needs=_YARN,
+        implied=32.0,
         above=0,
         typed=False,
     )
     yarn_beta_slow: float | None = optional(
         "YaRN stretches channels by the whole factor that turn at most so often in it; default 1.",
         needs=_YARN,
+        implied=1.0,
         above=0,
         typed=False,
     )
@@ -108,9 +115,10 @@ class PositionConfig(SizeConfig):
         "YaRN multiplies rotated channels by (1 + mscale · ln(factor) / 10) / (1 + mscale_all_dim · "
         "ln(factor) / 10); default 1.",
         needs=_YARN,
+        implied=1.0,
         typed=False,
     )
-    mscale_all_dim: float | None = optional("See mscale; default 0.", needs=_YARN, typed=False)
+    mscale_all_dim: float | None = optional("See mscale; default 0.", needs=_YARN, implied=0.0, typed=False)
     longrope_short_factor: tuple[float, ...] | None = optional(
         "Factor of the wavelength of each pair of channels in texts up to the original length (Phi-3).",
         needs=_LONGROPE,
@@ -159,7 +167,7 @@ class PositionConfig(SizeConfig):
         """Whether each layer rotates queries and keys."""
         if not self.rotary or self.no_rope_freq is None:
             return (self.rotary,) * self.num_layers
-        return _layers_with_rope(self.no_rope_freq, self.num_layers)
+        return rope_layers(self.no_rope_freq, self.num_layers)
 
     @property
     def rotated_channels(self) -> int:
@@ -168,17 +176,17 @@ class PositionConfig(SizeConfig):
 
     def check_positions(self) -> None:
         """Fill what follows from other flags, and refuse what cannot be."""
-        if self.rotary:
-            self._fill("rotary_base", 10_000.0)
-            self._fill("rotary_percent", 1.0)
-            if self.rotated_channels == 0 or self.rotated_channels % 2:
-                raise self.error(
-                    "rotary_percent",
-                    f"rotates {self.rotated_channels} of --kv-channels {self.kv_channels}; must be even",
-                )
+        channels = self.rotated_channels
+        if self.rotary and (channels == 0 or channels % 2):
+            fix = f"rotates {channels} of --kv-channels {self.kv_channels}; must be even"
+            raise self.error("rotary_percent", fix)
         if self.no_rope_freq is not None:
-            _layers_with_rope(self.no_rope_freq, self.num_layers)
-        self._check_scaling()
+            rope_layers(self.no_rope_freq, self.num_layers)
+        self.check_alternatives(
+            "rotary_ntk_factor", "use_rope_scaling", "rotary_seq_len_interpolation_factor"
+        )
+        if self.rotary_ntk_factor is not None and channels == 2:
+            raise self.error("rotary_ntk_factor", "needs more than 2 rotated channels")
         if self.position_embedding_type in ("yarn", "longrope"):
             self._check_stretched()
         if self.seq_length > self.max_position_embeddings:
@@ -187,36 +195,20 @@ class PositionConfig(SizeConfig):
                 f"must be at most --max-position-embeddings {self.max_position_embeddings}",
             )
 
-    def _check_scaling(self) -> None:
-        """Fill and check the scalings of --position-embedding-type rope, of which there is at most one."""
-        if self.use_rope_scaling:
-            self._fill("rope_scaling_factor", 8.0)
-        self.check_alternatives(
-            "rotary_ntk_factor", "use_rope_scaling", "rotary_seq_len_interpolation_factor"
-        )
-        if self.rotary_ntk_factor is not None and self.rotated_channels == 2:
-            raise self.error("rotary_ntk_factor", "needs more than 2 rotated channels")
-
     def _check_stretched(self) -> None:
         """Fill and check what YaRN and LongRoPE need."""
         original = self.yarn_original_max_position_embeddings
         if original is None:
             fix = f"{_TYPE} {self.position_embedding_type} needs the length of text before it"
             raise self.error("yarn_original_max_position_embeddings", fix)
-        self._fill("rotary_scaling_factor", max(1.0, self.max_position_embeddings / original))
+        self.fill("rotary_scaling_factor", max(1.0, self.max_position_embeddings / original))
         if self.position_embedding_type == "longrope":
             for name in ("longrope_short_factor", "longrope_long_factor"):
                 pairs = self.rotated_channels // 2
                 if len(getattr(self, name) or ()) != pairs:
                     raise self.error(name, f"must be {pairs} numbers, one per pair of rotated channels")
             return
-        self._fill("yarn_beta_fast", 32.0)
-        self._fill("yarn_beta_slow", 1.0)
-        self._fill("mscale", 1.0)
-        self._fill("mscale_all_dim", 0.0)
-        assert self.yarn_beta_fast is not None
-        assert self.yarn_beta_slow is not None
-        if self.yarn_beta_fast < self.yarn_beta_slow:
+        if (self.yarn_beta_fast or 0.0) < (self.yarn_beta_slow or 0.0):
             raise self.error("yarn_beta_fast", f"must be at least yarn_beta_slow {self.yarn_beta_slow}")
         if self.rotary_attention_factor <= 0:
             raise self.error("mscale", "gives rotated channels a factor that is not above 0")
@@ -227,7 +219,7 @@ def ntk_base(base: float, factor: float | None, rotated: int) -> float:
     return base if factor is None else base * factor ** (rotated / (rotated - 2))
 
 
-def _layers_with_rope(pattern: str, layers: int) -> tuple[bool, ...]:
+def rope_layers(pattern: str, layers: int) -> tuple[bool, ...]:
     """Whether each layer has rope, by --no-rope-freq."""
     found = parse_pattern(pattern, layers, "--no-rope-freq", ("without rope", "with rope"))
     return found if pattern.strip().isdecimal() else tuple(not each for each in found)

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from megatron_zpp.config.options import (
     fits,
     make_parser,
     option_error,
-    parse_groups,
+    parse_known,
     usage_errors,
 )
 from megatron_zpp.config.plan import PlanConfig
@@ -98,7 +98,6 @@ class Config:
             fix = "attention and MLP read no norm with --norm-placement after; needs before or both"
             raise model.error("fp32_residual_connection", fix)
         self.optimizer.check_weights(zero, dtype, coded=coded)
-        self.optimizer.check_in_backward(zero, dtype, coded=coded)
         if precision.fp8:
             from megatron_zpp.config.shapes.eight_bits import check_fp8
 
@@ -177,9 +176,7 @@ class Config:
 
     def to_yaml(self, comments: list[str]) -> str:
         """Return the text of a file with which --config gives these settings."""
-        return write_settings(
-            {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}, comments
-        )
+        return write_settings(vars(self), comments)
 
     def shared_settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks: all but where a rank logs."""
@@ -252,7 +249,7 @@ def parse_command_line(
     flags change nothing.
     `node_ranks` returns the ranks of a node, real or planned, which tensor ranks must divide; None: unknown.
     `huggingface` reads what --load hf: gives; None: nothing.
-    Raises UsageError, in one line, if the command line is wrong, and ValueError as `huggingface` does.
+    Raises UsageError, with a line for each refused flag and value, and ValueError as `huggingface` does.
     """
     parts = typing.get_type_hints(Config)
     files: dict[str, type[Options]] = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
@@ -261,25 +258,25 @@ def parse_command_line(
 
         show_help(prog, argv, parts | files)
     parser = make_parser(prog, "", parts | files, lists_flags="--help all")
-    typed, others = _typed(parser, (*parts, *files), argv)
-    provided = Provided(parts, typed)
-    stages = 1 if others is None else others.pipeline
+    provided, others = _typed(parser, parts | files, argv)
     notes: tuple[str, ...] = ()
+    if others is not None:
+        others.obey(provided)
+    stages = 1 if others is None else others.pipeline
     with usage_errors(provided.explain):
-        if others is not None:
-            others.obey(provided)
-        settings = SettingsFile(**typed["settings"]).config
+        settings = provided.get("settings.config")
         if settings is not None:
             notes += obey_settings(settings, parts, provided)
         notes += obey_checkpoint(provided, saved)
     if huggingface is not None and (provided.get("checkpoint.load") or "").startswith(HUGGINGFACE):
         from megatron_zpp.config.sources.huggingface import obey_model, read_model
 
+        provided.check_refused()  # before anything is read
         model = read_model(provided, huggingface)
         with usage_errors(provided.explain):
             notes += obey_model(provided, model)
     with usage_errors(provided.explain):
-        file = DeepSpeedFile(**typed["deepspeed"]).deepspeed_config
+        file = provided.get("deepspeed.deepspeed_config")
         if file is not None:
             from megatron_zpp.config.legacy.deepspeed import obey_file
 
@@ -288,19 +285,25 @@ def parse_command_line(
             theirs = others is not None and others.gives("--deepspeed")
             notes += obey_file(file, provided, max(1, data_ranks), under_deepspeed=theirs)
         notes += _drop_loss_scale(provided)
-        notes = (*(() if others is None else others.notes), *notes)
-        provided.check_refused("" if others is None else others.unknown, notes)
+        provided.notes = notes = (*(() if others is None else others.notes), *notes)
         if others is not None:
-            others.settle(provided)
+            with provided.collected():
+                others.settle(provided)
         if stages > 1:
-            notes += _divide_batch(provided, stages, ranks)
+            from megatron_zpp.config.legacy.translate import divide_batch
+
+            distributed = DistributedConfig(**provided.values["distributed"])
+            sharing = distributed.tensor_model_parallel_size * distributed.context_parallel_size
+            of_plan = ranks(PlanConfig(**provided.values["plan"]))
+            notes += divide_batch(provided, stages, max(1, of_plan // sharing))
         padded = others is None or not others.gives("--no-pad-vocab-size", "--disable-pad-vocab-size")
         notes += _drop_vocab_size(provided, padded=padded)
         if provided.get("plan.dry_run"):
             from megatron_zpp.config.sources.plan_defaults import assume
 
             notes += assume(provided)
-        parsed = {name: part(**provided.values[name]) for name, part in parts.items()}
+        parsed = provided.made(parts)
+        provided.check_refused()
         check_tensor_ranks(  # before Config does, which cannot name the sizes that suit a node too
             parsed["model"],
             parsed["distributed"].tensor_model_parallel_size,
@@ -312,27 +315,20 @@ def parse_command_line(
 
 
 def _typed(
-    parser: argparse.ArgumentParser, groups: Collection[str], argv: Sequence[str]
-) -> tuple[dict[str, dict[str, Any]], Any]:
-    """Return what was typed, by group, and the `Translation` of flags which are not current ones.
+    parser: argparse.ArgumentParser, groups: Mapping[str, type[Options]], argv: Sequence[str]
+) -> tuple[Provided, Any]:
+    """Return what was typed, and the `Translation` of flags which are not current ones.
 
     It is made, and None otherwise, if current flags alone do not explain `argv`. Raises UsageError.
     """
     with suppress(UsageError):
-        return parse_groups(parser, groups, argv), None
+        provided = Provided(groups, *parse_known(parser, groups, argv))
+        provided.check_refused()
+        return provided, None
     from megatron_zpp.config.legacy.translate import Translation
 
-    translation = Translation(parser, (*groups,), argv)
-    return translation.typed, translation
-
-
-def _divide_batch(provided: Provided, stages: int, ranks: Callable[[PlanConfig], int]) -> tuple[str, ...]:
-    """Return a note on the micro-batch where ranks of a pipeline become data ranks."""
-    from megatron_zpp.config.legacy.translate import divide_batch
-
-    distributed = DistributedConfig(**provided.values["distributed"])
-    sharing = distributed.tensor_model_parallel_size * distributed.context_parallel_size
-    return divide_batch(provided, stages, max(1, ranks(PlanConfig(**provided.values["plan"])) // sharing))
+    others = Translation(parser, (*groups,), argv)
+    return Provided(groups, others.typed, others.unknown), others
 
 
 def _drop_loss_scale(provided: Provided) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """The sizes of a transformer: layers, widths, heads, tokens."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_zpp.config.options import Options, count, optional, switch
 from megatron_zpp.config.shapes.presets import preset_names
@@ -48,12 +47,8 @@ class SizeConfig(Options):
     def check_groups(self) -> None:
         """Fill the number of groups of query heads, and refuse one that does not divide the heads."""
         heads = self.num_attention_heads
-        self._fill("num_query_groups", 1 if self.group_query_attention else heads)
+        self.fill("num_query_groups", 1 if self.group_query_attention else heads)
         if heads % self.num_query_groups:
             raise self.error("num_query_groups", f"must divide --num-attention-heads {heads}")
         if self.num_query_groups != heads and not self.group_query_attention:
             raise self.error("num_query_groups", "needs --group-query-attention")
-
-    def _fill(self, name: str, value: Any) -> None:
-        if getattr(self, name) is None or getattr(self, name) is False:
-            object.__setattr__(self, name, value)  # __post_init__ is running: nobody has seen the old value

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_zpp.config.options import Options, count, option_error, optional
+from megatron_zpp.config.options import Options, count, flag_name, option_error, optional
 
 TokenizerType = Literal[
     "SentencePieceTokenizer",
@@ -48,15 +48,11 @@ class TokenizerConfig(Options):
             None: (),
         }[kind]
         for name in ("tokenizer_model", "vocab_file", "merge_file", "vocab_size"):
-            flag, value = "--" + name.replace("_", "-"), getattr(self, name)
+            flag, value = flag_name(name), getattr(self, name)
             if name in needs and value is None:
                 raise self.error("tokenizer_type", f"needs {flag}")
             if name not in needs and value is not None:
-                whose = (
-                    f"--tokenizer-type {self.tokenizer_type}"
-                    if self.tokenizer_type
-                    else "no --tokenizer-type"
-                )
+                whose = f"--tokenizer-type {kind}" if kind else "no --tokenizer-type"
                 raise option_error(flag, value, f"has no meaning with {whose}; omit it")
 
 

@@ -9,6 +9,11 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, in order."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def either(choices: Sequence[object]) -> str:
     """Return choices as `1, 2 or 4`."""
     *others, last = map(str, choices)

@@ -1,10 +1,10 @@
 """How model states are sharded, and how weights and gradients travel between ranks (ZeRO, ZeRO++)."""
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
 
 from megatron_zpp.config.options import Options, option, option_error, optional, switch
-from megatron_zpp.config.words import counted, either
+from megatron_zpp.config.words import counted, divisors, either
 
 # Elements per scale: gradients need the finer blocks, unless a rotation spreads their outliers.
 WEIGHT_BLOCK, GRADIENT_BLOCK, ROTATED_BLOCK = 256, 128, 256
@@ -110,14 +110,9 @@ class ZeroConfig(Options):
         """What is in force among so many ranks: one alone sends nothing, so it quantises nothing."""
         if data_ranks > 1:
             return self
-        defaults = ZeroConfig()
-        names = (
-            "zero_quantized_weights",
-            "zero_quantized_weights_format",
-            "zero_quantized_gradients",
-            "zero_quantized_gradients_format",
-        )
-        return replace(self, **{name: getattr(defaults, name) for name in names})
+        of_codes = (field for field in fields(self) if field.name.startswith("zero_quantized_"))
+        off: dict[str, Any] = {field.name: field.default for field in of_codes}
+        return replace(self, **off)
 
     @property
     def largest_block(self) -> int:
@@ -183,11 +178,7 @@ def _ranks_of_groups(flag: str, size: str, ranks_of_a_node: int) -> int:
     if size == "auto":
         return ranks_of_a_node
     if ranks_of_a_node % int(size):
-        sizes = [n for n in range(1, ranks_of_a_node + 1) if ranks_of_a_node % n == 0]
-        raise option_error(
-            flag,
-            size,
-            f"not possible on nodes of {counted(ranks_of_a_node, 'data rank')}; give "
-            f"{either([*sizes, 'auto'])}",
-        )
+        sizes = either([*divisors(ranks_of_a_node), "auto"])
+        nodes = counted(ranks_of_a_node, "data rank")
+        raise option_error(flag, size, f"not possible on nodes of {nodes}; give {sizes}")
     return int(size)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.plan import PlanConfig
-from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG, FLAG, divisors, listed
-from megatron_zpp.config.words import counted
+from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG, FLAG, listed
+from megatron_zpp.config.words import counted, divisors
 from megatron_zpp.distributed.slurm import TORCHRUN_VARIABLES, launcher_variables
 from megatron_zpp.mesh import Mesh
 

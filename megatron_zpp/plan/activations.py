@@ -35,7 +35,7 @@ from itertools import accumulate
 from megatron_zpp.model.chunks import rows_of_chunk
 from megatron_zpp.model.loss import chunk_rows, default_chunk_bytes, keeps_gradient
 from megatron_zpp.model.recomputation import segments
-from megatron_zpp.model.shape import LayerShape, layer_shape
+from megatron_zpp.model.shape import LinearShape, layer_shape
 from megatron_zpp.plan.job import Job
 
 # Bytes per logit of a tensor rank, beside the logit, for its statistics and for its gradient
@@ -54,43 +54,40 @@ class LayerBackward:
 
 def layer_bytes(job: Job) -> int:
     """Return the bytes that one layer saves on a rank for its backward if it is not recomputed."""
-    if job.recompute.mlp_chunks_for_training > 1:
-        return attention_bytes(job) + _input(job)
-    return _whole_layer_bytes(job)
-
-
-def _whole_layer_bytes(job: Job) -> int:
-    """The same if its MLP is not in chunks."""
-    shape, delayed = layer_shape(job.model), job.precision.fp8_delayed
-    numbers = _norms_and_sums(shape) + shape.mlp_input.outputs + shape.mlp_output.inputs
-    if job.model.gated and not job.compiled:
-        numbers += shape.mlp_output.inputs  # the activation of the gate
-    if delayed:
-        numbers -= shape.qkv.inputs + shape.mlp_input.inputs + shape.mlp_output.inputs
-    codes = _gathered_codes(job)
-    if delayed:  # of all rows of two inputs, and of a rank's columns of two
-        own = shape.output.inputs + shape.mlp_output.inputs
-        codes = (shape.qkv.inputs + shape.mlp_input.inputs) * job.tokens + own * job.rows
-    statistics = len(shape.norms) * _norm_bytes(job) + 2 * _masks(job)
-    return (
-        job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + statistics) + codes + 2 * _wider(job)
-    )
+    in_chunks = job.recompute.mlp_chunks_for_training > 1
+    return attention_bytes(job) + (_input(job) if in_chunks else _mlp_bytes(job))
 
 
 def attention_bytes(job: Job) -> int:
     """Return those bytes of the layer's first half, its attention."""
-    shape, delayed = layer_shape(job.model), job.precision.fp8_delayed
-    statistics = len(shape.norms) // 2 * _norm_bytes(job) + _masks(job)
-    numbers = _norms_and_sums(shape) // 2 - (shape.qkv.inputs if delayed else 0)
-    codes = _gathered_codes(job) // 2
-    if delayed:
-        codes = shape.qkv.inputs * job.tokens + shape.output.inputs * job.rows
-    return job.rows * (_heads_bytes(job) + numbers * job.dtype.itemsize + statistics) + codes + _wider(job)
+    shape = layer_shape(job.model)
+    return _half_bytes(job, shape.qkv, shape.output) + job.rows * _heads_bytes(job)
 
 
-def _norms_and_sums(shape: LayerShape) -> int:
-    """Numbers per token: the input of each half, and what each norm makes, or takes behind a half."""
-    return 2 * shape.qkv.inputs + sum(shape.norms)
+def _mlp_bytes(job: Job) -> int:
+    """Return those of the other half, if it is not in chunks."""
+    shape = layer_shape(job.model)
+    numbers = shape.mlp_input.outputs + shape.mlp_output.inputs
+    if job.model.gated and not job.compiled:
+        numbers += shape.mlp_output.inputs  # the activation of the gate
+    if job.precision.fp8_delayed:
+        numbers -= shape.mlp_output.inputs
+    half = _half_bytes(job, shape.mlp_input, shape.mlp_output)
+    return half + job.rows * numbers * job.dtype.itemsize
+
+
+def _half_bytes(job: Job, first: LinearShape, second: LinearShape) -> int:
+    """Return bytes of a half's input, norms, dropout and codes, whose linear maps are these two.
+
+    Numbers per token are the input, and what each norm makes, or takes behind the half.
+    """
+    norms, codes = layer_shape(job.model).norms, _gathered_codes(job) // 2
+    numbers = first.inputs + sum(norms) // 2
+    if job.precision.fp8_delayed:  # codes of all rows of an input, and of a rank's columns of the other
+        numbers -= first.inputs
+        codes = first.inputs * job.tokens + second.inputs * job.rows
+    statistics = len(norms) // 2 * _norm_bytes(job) + _masks(job)
+    return job.rows * (numbers * job.dtype.itemsize + statistics) + codes + _wider(job)
 
 
 def _heads_bytes(job: Job) -> int:
@@ -220,7 +217,7 @@ def working_bytes(job: Job) -> int:
     if chunks == 1:
         return _mlp_gradients(job, job.rows) + _wider(job) + _copy(job)
     shape, rows = layer_shape(job.model), rows_of_chunk(job.rows, chunks)
-    saved = (_whole_layer_bytes(job) - layer_bytes(job)) * rows // job.rows
+    saved = (_mlp_bytes(job) - _input(job)) * rows // job.rows
     first, second = (each.weights // job.tensor for each in (shape.mlp_input, shape.mlp_output))
     of_a_chunk = _mlp_gradients(job, rows) + max(saved, itemsize * second)
     made = itemsize * (first + second) if itemsize < 4 else 0

@@ -1,16 +1,12 @@
 """The flags that turn the command line of one job into that of another: those to give, and those to omit."""
 
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
 from megatron_zpp.config.options import flag_name
-from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG as CONTEXT_RANKS
-from megatron_zpp.config.shapes.tensor_parallel import FLAG as TENSOR_RANKS
+from megatron_zpp.config.shapes.tensor_parallel import CONTEXT_FLAG, FLAG
 from megatron_zpp.plan.job import Job
 
-# Fields that are None unless another flag is given, and what they are then if nothing is given for them.
-_RESOLVED = {"recompute_num_layers": 1}
 _OF_AN_OPTION = {  # fields that are refused, unless they have their default, without another
     "zero_quantized_weights_format": "zero_quantized_weights",
     "zero_quantized_gradients_format": "zero_quantized_gradients",
@@ -30,28 +26,18 @@ def changes(run: Job, other: Job) -> str:
 
 def changed_flags(run: Job, other: Job) -> list[tuple[str, Any]]:
     """Flags and their values in `other` where it differs from `run`; None: omit the flag."""
-    flags: list[tuple[str, Any]] = []
-    if run.tensor != other.tensor:
-        flags.append((TENSOR_RANKS, other.tensor))
-    if run.context != other.context:
-        flags.append((CONTEXT_RANKS, other.context))
-    if run.micro_batch_size != other.micro_batch_size:
-        flags.append(("--micro-batch-size", other.micro_batch_size))
+    own = {FLAG: "tensor", CONTEXT_FLAG: "context", "--micro-batch-size": "micro_batch_size"}
+    values = [(flag, getattr(run, name), getattr(other, name)) for flag, name in own.items()]
+    flags: list[tuple[str, Any]] = [(flag, after) for flag, before, after in values if before != after]
     if flags and not run.batch_given:  # its default depends on all three
         flags.append(("--global-batch-size", run.samples_per_step))
-    for name, after, default in _differences(run, other):
-        option = _OF_AN_OPTION.get(name)
-        off = option is not None and after == default and not getattr(other.zero, option)
-        flags.append((flag_name(name), None if after is False or off else after))
-    return flags
-
-
-def _differences(run: Job, other: Job) -> Iterator[tuple[str, Any, Any]]:
-    """Fields that differ: name, value in `other`, and the default."""
     for part in ("recompute", "zero", "precision"):
         before, after = getattr(run, part), getattr(other, part)
         for field in fields(before):
-            values = [getattr(each, field.name) for each in (before, after)]
-            old, new = (None if value == _RESOLVED.get(field.name) else value for value in values)
+            sides = [getattr(each, field.name) for each in (before, after)]
+            implied, option = field.metadata["implied"], _OF_AN_OPTION.get(field.name)
+            old, new = (None if value == implied else value for value in sides)
             if old != new:
-                yield field.name, new, field.default
+                off = option is not None and new == field.default and not getattr(other.zero, option)
+                flags.append((flag_name(field.name), None if new is False or off else new))
+    return flags

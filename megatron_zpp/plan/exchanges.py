@@ -43,7 +43,8 @@ class Exchanged:
 
     waited: int  # while it has nothing to compute
     beside: int  # beside products
-    around: int = 0  # beside attention
+    around: int  # beside attention
+    uncounted: int  # of all of them: no hidden states and heads, which alone a run's ledger counts
 
     @property
     def nbytes(self) -> int:
@@ -56,19 +57,19 @@ def exchanged(job: Job, forward: bool) -> Exchanged:
     others, layers = job.tensor - 1, job.model.num_layers
     one = others * job.rows * job.model.hidden_size * job.dtype.itemsize  # a collective on hidden states
     if forward:
-        ends = 2 * one + _statistics_bytes(job) + _norm_bytes(job, layers)
+        uncounted = others * _STATISTICS * job.tokens + _norm_bytes(job, layers)
         of_maps, beside = 4 * layers * one, 0
     else:
-        ends = 2 * one + 2 * others * 4 * sum(job.replicated) // job.tensor
-        ends += _norm_bytes(job, layers + recomputed_layers(job))
+        uncounted = 2 * others * 4 * sum(job.replicated) // job.tensor
+        uncounted += _norm_bytes(job, layers + recomputed_layers(job))
         again = 4 * recomputed_layers(job) + 2 * recomputed_mlps(job)
         of_maps = (again + (4 if job.precision.fp8 else 2) * layers) * one
         beside = 0 if job.precision.fp8 else 4 * layers * one
+    ends, of_attention = 2 * one + uncounted, context_bytes(job, forward)
     waited, beside = (ends, beside + of_maps) if job.overlapped else (ends + of_maps, beside)
-    of_attention = context_bytes(job, forward)
     if job.exchanges_heads:
-        return Exchanged(waited + of_attention, beside)
-    return Exchanged(waited, beside, of_attention)
+        return Exchanged(waited + of_attention, beside, 0, uncounted)
+    return Exchanged(waited, beside, of_attention, uncounted)
 
 
 def context_bytes(job: Job, forward: bool) -> int:
@@ -95,15 +96,8 @@ def exchanged_bytes(job: Job) -> int:
 
 def hidden_state_bytes(job: Job) -> int:
     """Of `exchanged_bytes`, those of hidden states and heads: the ledger of a run counts no others."""
-    others = job.tensor - 1
-    sums = 2 * others * 4 * sum(job.replicated) // job.tensor
-    norms = _norm_bytes(job, 2 * job.model.num_layers + recomputed_layers(job))
-    return exchanged_bytes(job) - job.micro_batches * (_statistics_bytes(job) + norms + sums)
-
-
-def _statistics_bytes(job: Job) -> int:
-    """Those of the softmax, in a forward."""
-    return (job.tensor - 1) * _STATISTICS * job.tokens
+    passes = [exchanged(job, forward) for forward in (True, False)]
+    return job.micro_batches * sum(each.nbytes - each.uncounted for each in passes)
 
 
 def _norm_bytes(job: Job, layers: int) -> int:

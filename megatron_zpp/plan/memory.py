@@ -25,6 +25,15 @@ from megatron_zpp.plan.hardware import USABLE
 from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.gradients import STEPPED_THERE
 
+PARTS = {  # of `Memory`, for a person
+    "weights": "weights, as they compute and are sent",
+    "optimizer": "master weights and moments",
+    "buffers": "buffers of gathers and reductions",
+    "zeropp": "secondary shards, references",
+    "gradients": "gradients, at the optimizer's step",
+    "activations": "activations, at the loss",
+    "loss": "the loss",
+}
 _SUMMING = 12  # bytes per element while tensor ranks sum a gradient: fp32, joined with others, and the sum
 
 
@@ -76,7 +85,9 @@ def memory_of(job: Job) -> Memory:
         "buffers": buffers,
         "zeropp": communication.kept_bytes + communication.residual_bytes,
     }
-    candidates = _peak_candidates(job)
+    away = offloaded_bytes(job)
+    activations, loss = stored_bytes(job) - away + ends_bytes(job), loss_bytes(job)
+    candidates = _peak_candidates(job, activations, loss)
     peak_at, highest = max(candidates.items(), key=lambda item: item[1])
     source: float = job.dtype.itemsize % 4  # bytes per element of what gathers send, if not master weights
     if differences:  # computed from fp32 weights
@@ -84,12 +95,11 @@ def memory_of(job: Job) -> Memory:
     elif (quant_format := communication.weight_codes) is not None:
         source = quant_format.bytes_per_element
     pinned = (4 + source) * owned  # gradients copied in, weights copied out
-    away = offloaded_bytes(job)
     return Memory(
         **parts,
         gradients=_gradients(job, whole=False),
-        activations=stored_bytes(job) - away + ends_bytes(job),
-        loss=loss_bytes(job),
+        activations=activations,
+        loss=loss,
         peak=sum(parts.values()) + highest,
         peak_at=peak_at,
         cpu=away + (int(optimizer + pinned) if offloaded else 0),
@@ -104,15 +114,13 @@ def _muon_bytes(job: Job) -> float:
     return max((own - second * each.elements for own, each in zip(held, job.muon, strict=True)), default=0)
 
 
-def _peak_candidates(job: Job) -> dict[str, int]:
+def _peak_candidates(job: Job, activations: int, loss: int) -> dict[str, int]:
     """Bytes of gradients, activations and temporary tensors at each point of a step that can be the peak."""
     accumulated = _gradients(job, whole=True) if job.micro_batches > 1 else 0
     in_backward = job.optimizer.optimizer_in_backward  # so no gradient stays when its unit has stepped
     final = 0 if in_backward else _gradients(job, whole=False)
     first, total = job.layouts[0].numel, sum(layout.numel for layout in job.layouts)
     others = int(final * (1 - first / total))  # without the embedding's
-    away = offloaded_bytes(job)
-    activations = ends_bytes(job) + stored_bytes(job) - away
     table = job.dtype.itemsize * job.entries * job.model.hidden_size  # the head's gradient of it
     tied = 0 if job.model.untie_embeddings_and_output_weights else table
     of_layer = [layout.numel for layout in job.layer_layouts]
@@ -125,9 +133,10 @@ def _peak_candidates(job: Job) -> dict[str, int]:
     if job.reduces_as_made and job.micro_batches > 1:
         from_before = on_their_way + embedding
     copied = [_copied_bytes(job, layout) if in_backward else 0 for layout in job.layer_layouts]
-    candidates = {"the loss": accumulated + from_before + activations + loss_bytes(job)}
+    candidates = {"the loss": accumulated + from_before + activations + loss}
     working = working_bytes(job)
     attention, mlp = attention_working_bytes(job), job.dtype.itemsize * _mlp_numel(job)
+    backwards = []
     for one in backward(job):
         points = [
             (one.layer + 1, one.stored + working),
@@ -141,10 +150,8 @@ def _peak_candidates(job: Job) -> dict[str, int]:
             done = int(others * (1 - layers / job.model.num_layers))
             later = min(job.model.num_layers - layers, most)  # from this backward: none when it starts
             beside = int(sent * (later * sum(of_layer) + head))
-            candidates.setdefault("the backward", 0)
-            candidates["the backward"] = max(
-                candidates["the backward"], max(accumulated, done) + live + tied + beside
-            )
+            backwards.append(max(accumulated, done) + live + tied + beside)
+    candidates["the backward"] = max(backwards)
     produced = job.dtype.itemsize * first
     end = max(final + produced, others + produced + tied)
     if in_backward:

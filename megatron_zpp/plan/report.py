@@ -17,21 +17,10 @@ from megatron_zpp.plan.hardware import (
     Machine,
 )
 from megatron_zpp.plan.job import Job
-from megatron_zpp.plan.memory import copies_bytes
+from megatron_zpp.plan.memory import PARTS, copies_bytes
 from megatron_zpp.plan.search import WORTH, Found, Plan, longest_sample, search
 from megatron_zpp.plan.step_time import overlap_slowdown, product_time
 
-_PARTS = {
-    "weights": "weights, as they compute and are sent",
-    "optimizer": "master weights and moments",
-    "buffers": "buffers of gathers and reductions",
-    "zeropp": "secondary shards, references",
-    "gradients": "gradients, at the optimizer's step",
-    "activations": "activations, at the loss",
-    "loss": "the loss",
-    "peak": "peak",
-    "cpu": "CPU memory",
-}
 _DAY, _GIB = 86400, 2**30
 _NAME, _COLUMN = 42, 22
 
@@ -78,18 +67,20 @@ def _data_ranks(job: Job) -> str:
 def _answer(found: Found, gpu: Gpu) -> Iterator[str]:
     """Lines on the best settings, others that are worth a thought, and this run's."""
     run, best = found.run, found.best
+
+    def flags(plan: Plan) -> str:
+        return changes(run.job, plan.job) or "as given"
+
     usable = f"{USABLE * gpu.memory:.2f} GiB ({gpu.memory:g} less {1 - USABLE:.0%} for CUDA and NCCL)"
     if best is None:
-        flags = changes(run.job, found.least.job) or "as given"
-        yield f"best: nothing fits {usable}; least memory: {flags}: {found.least.memory.peak / _GIB:.2f} GiB"
+        least = f"{flags(found.least)}: {found.least.memory.peak / _GIB:.2f} GiB"
+        yield f"best: nothing fits {usable}; least memory: {least}"
         return
-    yield f"best: {changes(run.job, best.job) or 'as given'}: {_figures(best)}"
+    yield f"best: {flags(best)}: {_figures(best)}"
     if found.second:
-        flags = changes(run.job, found.second.job) or "as given"
-        yield f"second: {flags}: {_figures(found.second)}; {_trade(run, best, found.second)}"
+        yield f"second: {flags(found.second)}: {_figures(found.second)}; {_trade(run, best, found.second)}"
     if found.rounded:
-        flags = changes(run.job, found.rounded.job)
-        yield f"with 8 and 4 bits: {flags}: {_figures(found.rounded)}; rounds what is sent"
+        yield f"with 8 and 4 bits: {flags(found.rounded)}: {_figures(found.rounded)}; rounds what is sent"
     if not run.memory.fits(gpu.memory):
         peak = f"{run.memory.peak / _GIB:.2f}, in {run.memory.peak_at}, of {usable}"
         yield f"this run: does NOT fit: {peak}; would take {duration(run.seconds)} per step"
@@ -157,7 +148,7 @@ def _columns(title: str, plans: list[Plan]) -> str:
 
 def _memory(plans: list[Plan]) -> Iterator[str]:
     yield _columns("GiB of each GPU", plans)
-    for part, name in _PARTS.items():
+    for part, name in (*PARTS.items(), ("peak", "peak"), ("cpu", "CPU memory")):
         sizes = [getattr(plan.memory, part) / _GIB for plan in plans]
         if any(sizes):
             yield _row(name, [f"{size:,.2f}" for size in sizes])

@@ -20,8 +20,8 @@ from megatron_zpp.config.shapes.tensor_parallel import (
     check_context_ranks,
     check_tensor_ranks,
     check_vocabulary,
-    divisors,
 )
+from megatron_zpp.config.words import divisors
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.plan.job import Job, units_of

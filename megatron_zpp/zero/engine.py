@@ -380,7 +380,6 @@ def _check_settings(
     """Raise ValueError for settings that these ranks cannot obey. `coded`: some weights are held as codes."""
     zero, dtype = config.zero, config.precision.compute_dtype(device.type)
     config.optimizer.check_weights(zero, dtype, coded=coded)
-    config.optimizer.check_in_backward(zero, dtype, coded=coded)
     config.optimizer.check_batch(mesh.world_size, 1)
     check_routes(zero, mesh)
     sharing = 1 if share.group is None else share.group.size

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_zpp.commands.evaluate import GROUPS, build_task, report
-from megatron_zpp.config.options import parse_all
+from megatron_zpp.config.command_line import command_groups
 from megatron_zpp.data.corpus.inputs import find_files
 from megatron_zpp.generate import loading
 from megatron_zpp.generate.scoring import Passage
@@ -155,7 +155,7 @@ def test_invalid_settings_are_refused(
         path.write_text(content)
 
     def prepare() -> None:
-        config = parse_all(GROUPS, "", "", ["--load", "x", "--valid-data", str(path), *flags.split()])
+        config = command_groups(GROUPS, "", ["--load", "x", "--valid-data", str(path), *flags.split()])
         build_task(config["evaluation"], find_files("--valid-data", config["evaluation"].valid_data), *loaded)
 
     with pytest.raises(ValueError, match=re.escape(said.format(path=path))):
@@ -177,7 +177,7 @@ def test_figures_that_are_not_finite_are_null_in_the_file(
 
     task = Task("perplexity", [Passage([0, 1, 2], 2)], documents=1, words=1, characters_utf8=3)
     argv = ["--load", "x", "--valid-data", "x", "--output", str(tmp_path / "figures.json")]
-    config = parse_all(GROUPS, "", "", argv)["evaluation"]
+    config = command_groups(GROUPS, "", argv)["evaluation"]
     report(task.figures([(-nats, 0)]), config, torch.device("cpu"), torch.float32)
     found = json.loads((tmp_path / "figures.json").read_text(), parse_constant=refuse)
     assert (found["loss"], found["token_perplexity"]) == (loss, None)

@@ -11,6 +11,7 @@ from megatron_zpp.config.legacy.reasons import reason_of
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import CommandLine, parse_args, parse_command_line
 from tests.config.command_line import MINIMAL, without
+from tests.support import refusal
 
 BASELINE = parse_args(MINIMAL)
 FULL = "--recompute-granularity full --recompute-method uniform"
@@ -114,6 +115,40 @@ def test_all_that_is_refused_is_said_at_once() -> None:
     ]
 
 
+def test_refused_flags_and_values_are_said_at_once() -> None:
+    line = (
+        "--lr -1 --zero-stage 7 --seq-length x --batch-size two --optimizer sgd --bf16 --fp16 "
+        "--num-experts 8 --of-no-program 3 --window-size 3,1 --zero-quantized-weights --muon-nesterov"
+    )
+    with pytest.raises(UsageError) as refused:
+        parse_args([*without("--micro-batch-size"), *line.split()])
+    assert str(refused.value).splitlines() == [
+        "--optimizer sgd: not supported: optimizers other than AdamW and Muon",
+        "--num-experts 8: not supported: mixture of experts",
+        "unrecognized argument --of-no-program 3 (--help all lists every flag)",
+        "--seq-length x: must be a whole number",
+        "--lr -1.0: must be above 0",
+        "--zero-stage 7: must be at most 3",
+        "--batch-size two: must be a whole number",
+        "--fp16 (given): contradicts --bf16; give one",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--hidden-size x --num-attention-heads 3", "--hidden-size x: must be a whole number"),
+        ("--tokenizer-type TikTokenizer", "--tokenizer-type TikTokenizer: not supported: tiktoken"),
+        ("--zero-stage 7 --zero-quantized-weights", "--zero-stage 7: must be at most 3"),
+        ("--activations-checkpoint-method all", "--activations-checkpoint-method all: must be uniform or"),
+        ("--dry-run --plan-nodes 2 --plan-link-gbit=", "--plan-link-gbit '': must not be empty"),
+    ],
+)
+def test_a_refused_value_makes_no_other_one_wrong(line: str, said: str) -> None:
+    refused = refusal(parse, line, error=UsageError)
+    assert refused.startswith(said)
+
+
 def test_flags_of_experts_are_without_effect_in_a_dense_model() -> None:
     parsed = parse("--num-experts 1 --moe-loss-coeff 0.01 --topk 1 --moe-min-capacity 4")
     assert parsed.config == BASELINE
@@ -197,7 +232,7 @@ def test_ranks_of_a_pipeline_are_data_ranks_of_the_same_batch(
             "--batch-size 4",
             "--batch-size 4: contradicts --micro-batch-size 2; make them equal or omit one",
         ),
-        ("--batch-size two", "argument --batch-size: invalid int value: 'two'"),
+        ("--batch-size two", "--batch-size two: must be a whole number"),
         (
             "--layernorm-epsilon 0",
             "--norm-epsilon 0.0: must be above 0 (--norm-epsilon is --layernorm-epsilon)",

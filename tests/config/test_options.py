@@ -8,7 +8,8 @@ from typing import Literal
 
 import pytest
 
-from megatron_zpp.config.options import Options, UsageError, make_parser, option, option_error, parse_all
+from megatron_zpp.config.command_line import command_groups
+from megatron_zpp.config.options import Options, UsageError, make_parser, option, option_error
 from tests.support import environment, refusal, run
 
 
@@ -27,7 +28,7 @@ class Kitchen(Options):
 
 
 def parse(*argv: str) -> Kitchen:
-    return parse_all({"kitchen": Kitchen}, "cook", "Cooks.", argv)["kitchen"]
+    return command_groups({"kitchen": Kitchen}, "Cooks.", argv)["kitchen"]
 
 
 def test_every_kind_of_field_is_read() -> None:
@@ -61,6 +62,17 @@ def test_a_bad_command_line_is_one_line_with_flag_and_value(argv: list[str], wor
     message = refusal(parse, *argv, error=UsageError)
     for word in words:
         assert word in message
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(UsageError) as refused:
+        parse("--burners", "many", "--heat", "1", "--style", "bake", "--limit", "7", "--flux", "3")
+    assert str(refused.value).splitlines() == [
+        "unrecognized argument --flux 3 (--help lists every flag)",
+        "--burners many: must be a whole number",
+        "--heat 1.0: must be below 1",
+        "--style bake: must be boil or fry",  # so it is not said that --limit needs another style
+    ]
 
 
 def test_python_code_cannot_give_a_choice_that_no_command_line_could() -> None:

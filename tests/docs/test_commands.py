@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from docs.site.reference import PROGRAMS
+from megatron_zpp.config.command_line import command_groups
 from megatron_zpp.config.legacy.translate import add_old_flags
-from megatron_zpp.config.options import make_parser, parse_all, parse_groups
+from megatron_zpp.config.options import make_parser, parse_known
 from megatron_zpp.config.root import Config, parse_command_line
-from megatron_zpp.config.sources.provided import OTHERS
+from megatron_zpp.config.sources.provided import OTHERS, Provided
 from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
 from tests.docs.blocks import Block, Command, blocks, command, lines
 from tests.support import ROOT, executed
@@ -56,7 +57,7 @@ def test_commands_on_pages_are_valid(one: Command, tmp_path: Path, monkeypatch: 
     elif one.program in ("train", "plan"):
         parse_flags(one.arguments)
     elif one.program in PROGRAMS:
-        parse_all({cls.__name__: cls for cls in PROGRAMS[one.program]}, one.program, "", one.arguments)
+        command_groups({cls.__name__: cls for cls in PROGRAMS[one.program]}, "", one.arguments)
     else:  # lm-eval's own command line, and programs that measure, whose flags test_pages.py looks for
         assert one.program.startswith(("benchmarks/", "lm-eval"))
 
@@ -67,7 +68,8 @@ def parse_flags(arguments: tuple[str, ...]) -> None:
     files = {"deepspeed": DeepSpeedFile, "settings": SettingsFile}
     parser = make_parser("pretrain_gpt.py", "", parts | files)
     add_old_flags(parser)
-    parse_groups(parser, (*parts, *files, OTHERS), arguments)
+    typed, unknown = parse_known(parser, (*parts, *files, OTHERS), arguments)
+    Provided(parts | files, typed, unknown).check_refused()
 
 
 def test_an_invalid_command_would_be_noticed() -> None:

@@ -20,10 +20,10 @@ FLAGS = [
     bad("--flux 3", "--flux 3 … --help"),
     bad("stray", "stray … --help"),
     bad("--num-layers", "--num-layers: expected one argument"),
-    bad("--num-layers two", "--num-layers: invalid int value: 'two'"),
+    bad("--num-layers two", "--num-layers two: must be a whole number"),
     bad("--bf16 yes", "yes"),
     bad("--rampup-batch-size 4 4", "--rampup-batch-size: expected 3 arguments"),
-    bad("--device tpu", "--device: invalid choice: 'tpu' … 'cpu'"),
+    bad("--device tpu", "--device tpu: must be auto, cpu or cuda"),
     bad("--save=", "--save '': must not be empty"),
 ]
 

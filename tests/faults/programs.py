@@ -22,7 +22,7 @@ EVALUATE = [
     evaluate("--load checkpoints/iter_0000001", ": is a checkpoint; give --load checkpoints --ckpt-step 1"),
     evaluate("--load file", "--load file: … Not a directory; name"),
     evaluate("--valid-data gone.txt", "--valid-data gone.txt: no such file … check the path"),
-    evaluate("--task reading", "--task: invalid choice: 'reading' … 'lambada'", status=2),
+    evaluate("--task reading", "--task reading: must be perplexity or lambada", status=2),
     evaluate("--seq-length 1000", "--seq-length 1000: … 32"),
     evaluate("--output file/x.json", f"--output file: Not a directory; {WRITABLE}"),
     evaluate("", "text.txt: is a FIFO, not a regular file", harm=fifo("text.txt")),

@@ -7,7 +7,7 @@ import transformers
 
 from benchmarks.faults.foreign_files import train_bpe
 from megatron_zpp.checkpoint.huggingface.names import names_of
-from megatron_zpp.config.shapes.huggingface import huggingface_values
+from megatron_zpp.config.shapes.huggingface_export import huggingface_values
 from megatron_zpp.model.gpt import GPT
 from tests.support import trained
 

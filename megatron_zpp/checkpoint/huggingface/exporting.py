@@ -23,7 +23,8 @@ from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.checkpoint.tokenizer import trained_tokenizer
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import option_error
-from megatron_zpp.config.shapes.huggingface import CONFIG, huggingface_values
+from megatron_zpp.config.shapes.config_json import CONFIG
+from megatron_zpp.config.shapes.huggingface_export import huggingface_values
 from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.files import commit_directory, fsync, write_durably
 from megatron_zpp.storage.location import Location

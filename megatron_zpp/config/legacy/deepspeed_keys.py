@@ -34,17 +34,14 @@ class Only:
 
 
 @dataclass(frozen=True)
-class Off:
-    """A block whose `enabled` must not be true; `otherwise`: what to do instead."""
-
-    otherwise: str
-
-
-@dataclass(frozen=True)
 class Refused:
     """A key that would change the result; `null` counts as omitted; `otherwise`: what to do instead."""
 
     otherwise: str
+
+
+class Off(Refused):
+    """A block that is refused if its `enabled` is true."""
 
 
 @dataclass(frozen=True)
@@ -73,18 +70,10 @@ def _hpz(size: int) -> Settings:
     return {"zero.zero_hpz_partition_size": str(max(size, 1))}
 
 
-def _loss_scale(scale: float) -> Settings:
-    return {"precision.loss_scale": scale or None}
-
-
 def _initial_scale(power: int) -> Settings:
     if not 0 <= power <= 127:
         raise ValueError("must be a power of two from 0 to 127, which float32 can hold")
     return {"precision.initial_loss_scale": 2.0**power}
-
-
-def _betas(betas: tuple[float, float]) -> Settings:
-    return {"optimizer.adam_beta1": betas[0], "optimizer.adam_beta2": betas[1]}
 
 
 def _adamw(name: str) -> Settings:
@@ -177,7 +166,11 @@ _REPORTS: dict[str, Rule] = {
 _OPTIMIZER: dict[str, Rule] = {
     "optimizer.type": Obeyed("none: AdamW is the only one", "text", _adamw),
     "optimizer.params.lr": _number("learning_rate.lr"),
-    "optimizer.params.betas": Obeyed("--adam-beta1 --adam-beta2", "a list of two numbers", _betas),
+    "optimizer.params.betas": Obeyed(
+        "--adam-beta1 --adam-beta2",
+        "a list of two numbers",
+        lambda betas: {"optimizer.adam_beta1": betas[0], "optimizer.adam_beta2": betas[1]},
+    ),
     "optimizer.params.eps": _number("optimizer.adam_eps"),
     "optimizer.params.weight_decay": _number("optimizer.weight_decay"),
     "optimizer.params.adam_w_mode": Only((True,), "not supported: Adam with L2 regularisation"),
@@ -188,7 +181,9 @@ _OPTIMIZER: dict[str, Rule] = {
 
 _PRECISION: dict[str, Rule] = {
     "fp16.enabled": _switch("precision.fp16", flag="--fp16; false without another format is --fp32"),
-    "fp16.loss_scale": Obeyed("--loss-scale; 0 is dynamic", "a number", _loss_scale),
+    "fp16.loss_scale": Obeyed(
+        "--loss-scale; 0 is dynamic", "a number", lambda scale: {"precision.loss_scale": scale or None}
+    ),
     "fp16.initial_scale_power": Obeyed("--initial-loss-scale", "a whole number", _initial_scale),
     "fp16.loss_scale_window": _whole("precision.loss_scale_window"),
     "fp16.hysteresis": _whole("precision.hysteresis"),

@@ -58,10 +58,15 @@ class OldFlag:
 VALUE = object()
 
 
-def renamed(name: str, field_path: str, takes: type | None = None) -> OldFlag:
-    """A flag whose current name is that of a field."""
-    today, value = flag_name(field_path.partition(".")[2]), True if takes is None else VALUE
-    return OldFlag(name=name, takes=takes, gives={field_path: value}, today=today)
+def renamed(name: str, settings: str | Mapping[str, Any], takes: type | None = None) -> OldFlag:
+    """A flag that current ones say: that of a field path, or those of several, with their values."""
+    if isinstance(settings, str):
+        settings = {settings: True if takes is None else VALUE}
+    today = [
+        flag_name(path.partition(".")[2]) + ("" if value is True or value is VALUE else f" {value}")
+        for path, value in settings.items()
+    ]
+    return OldFlag(name=name, takes=takes, gives=settings, today=" ".join(today))
 
 
 def only(name: str, allowed: Any, otherwise: str, *, many: bool = False) -> OldFlag:
@@ -102,17 +107,8 @@ RENAMED = (
     renamed("--use-checkpoint-lr-scheduler", "checkpoint.use_checkpoint_opt_param_scheduler"),
     renamed("--use-checkpoint-opt_param-scheduler", "checkpoint.use_checkpoint_opt_param_scheduler"),
     renamed("--encoder-seq-length", "model.seq_length", int),
-    OldFlag(
-        name="--checkpoint-activations",
-        gives=_FULL | {"recompute.recompute_method": "uniform"},
-        today="--recompute-granularity full --recompute-method uniform",
-    ),
-    OldFlag(
-        name="--activations-checkpoint-method",
-        takes=str,
-        gives=_FULL | {"recompute.recompute_method": VALUE},
-        today="--recompute-granularity full --recompute-method",
-    ),
+    renamed("--checkpoint-activations", _FULL | {"recompute.recompute_method": "uniform"}),
+    renamed("--activations-checkpoint-method", _FULL | {"recompute.recompute_method": VALUE}, str),
     renamed("--checkpoint-num-layers", "recompute.recompute_num_layers", int),
     renamed("--activations-checkpoint-num-layers", "recompute.recompute_num_layers", int),
     renamed("--checkpoint-granularity", "recompute.recompute_granularity", str),
@@ -121,11 +117,8 @@ RENAMED = (
     renamed("--cpu-optimizer", "zero.zero_offload_optimizer"),
     renamed("--optimizer-cpu-offload", "zero.zero_offload_optimizer"),
     renamed("--rotary-position-embeddings-theta", "model.rotary_base", float),
-    OldFlag(
-        name="--num-key-value-heads",
-        takes=int,
-        gives={"model.group_query_attention": True, "model.num_query_groups": VALUE},
-        today="--group-query-attention --num-query-groups",
+    renamed(
+        "--num-key-value-heads", {"model.group_query_attention": True, "model.num_query_groups": VALUE}, int
     ),
     renamed("--fp8-hybrid", "precision.fp8"),
     renamed("--ds-sequence-parallel-size", "distributed.context_parallel_size", int),
@@ -133,11 +126,7 @@ RENAMED = (
     renamed("--wandb_team", "logging.wandb_entity", str),
     renamed("--pad-vocab-size-to", "model.padded_vocab_size", int),
     renamed("--tokenizer-name-or-path", "tokenizer.tokenizer_model", str),
-    OldFlag(
-        name="--use-rotary-position-embeddings",
-        gives={"model.position_embedding_type": "rope"},
-        today="--position-embedding-type rope",
-    ),
+    renamed("--use-rotary-position-embeddings", {"model.position_embedding_type": "rope"}),
     OldFlag(
         name="--use-distributed-optimizer",
         at_least={"zero.zero_stage": 1},
@@ -147,34 +136,16 @@ RENAMED = (
         name="--data-parallel-sharding-strategy",
         takes=str,
         means={
-            "no_shard": {"zero.zero_stage": 0},
-            "optim": {"zero.zero_stage": 1},
-            "optim_grads": {"zero.zero_stage": 2},
-            "optim_grads_params": {"zero.zero_stage": 3},
+            name: {"zero.zero_stage": stage}
+            for stage, name in enumerate(("no_shard", "optim", "optim_grads", "optim_grads_params"))
         },
         today="--zero-stage",
     ),
-    OldFlag(name="--use-torch-fsdp2", gives={"zero.zero_stage": 3}, today="--zero-stage 3"),
-    OldFlag(
-        name="--save-retain-interval",
-        takes=int,
-        gives={"checkpoint.keep_last": 1, "checkpoint.keep_every": VALUE},
-        today="--keep-last 1 --keep-every",
-    ),
-    OldFlag(
-        name="--fp8-format",
-        takes=str,
-        means={"hybrid": {"precision.fp8": True}},
-        today="--fp8",
-    ),
-    *(
-        OldFlag(
-            name=name,
-            gives={"model.make_vocab_size_divisible_by": 1},
-            today="--make-vocab-size-divisible-by 1",
-        )
-        for name in ("--no-pad-vocab-size", "--disable-pad-vocab-size")
-    ),
+    renamed("--use-torch-fsdp2", {"zero.zero_stage": 3}),
+    renamed("--save-retain-interval", {"checkpoint.keep_last": 1, "checkpoint.keep_every": VALUE}, int),
+    OldFlag(name="--fp8-format", takes=str, means={"hybrid": {"precision.fp8": True}}, today="--fp8"),
+    renamed("--no-pad-vocab-size", {"model.make_vocab_size_divisible_by": 1}),
+    renamed("--disable-pad-vocab-size", {"model.make_vocab_size_divisible_by": 1}),
     renamed("--encoder-num-layers", "model.num_layers", int),
     renamed("--mup-embedding-mult", "model.embedding_multiplier", float),
     renamed("--mup-output-mult", "model.logits_multiplier", float),

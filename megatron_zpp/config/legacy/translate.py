@@ -15,11 +15,19 @@ from megatron_zpp.config.legacy.old_flags import (
     RENAMED,
     RETIRED_VALUES,
     VALUE,
-    OldFlag,
 )
 from megatron_zpp.config.legacy.reasons import EXPERTS, NO_TABLE, Reason, reason_of
 from megatron_zpp.config.model import ModelConfig
-from megatron_zpp.config.options import AUTO, UsageError, flag_name, option_error, parse_known
+from megatron_zpp.config.options import (
+    AUTO,
+    UsageError,
+    accepted,
+    flag_name,
+    is_read,
+    option_error,
+    parse_known,
+    reader,
+)
 from megatron_zpp.config.sources.provided import OTHERS, Provided
 
 PIPELINE = "--pipeline-model-parallel-size"
@@ -41,7 +49,7 @@ class Translation:
     """
 
     def __init__(self, parser: argparse.ArgumentParser, groups: Sequence[str], argv: Sequence[str]) -> None:
-        """Parse `argv`. Raises UsageError for a value that a flag cannot have."""
+        """Parse `argv`. Raises UsageError for a flag without its value."""
         add_old_flags(parser)
         self._renamed: list[str] = []
         self._idle: dict[str, list[str]] = {}  # flags by the reason
@@ -60,8 +68,7 @@ class Translation:
             refused = Provided({}, {})
             self._refuse(refused)
             raise UsageError(refused.explain(str(error))) from None
-        self._old = self.typed[OTHERS]
-        self.pipeline: int = self._old.pop(PIPELINE, 1)
+        self._old, self.pipeline = self.typed[OTHERS], 1
 
     def gives(self, *names: str) -> bool:
         """Whether one of some flags is given."""
@@ -75,24 +82,31 @@ class Translation:
         return tuple(line for line, any_of in zip(lines, (self._renamed, idle), strict=True) if any_of)
 
     def obey(self, provided: Provided) -> None:
-        """Add the values of old flags to `provided`, and the flags that are refused.
-
-        Raises ValueError for a value that contradicts another flag.
-        """
-        if self.pipeline < 1:
-            raise option_error(PIPELINE, self.pipeline, "must be at least 1")
+        """Add the values of old flags to `provided`, and the flags and values that are refused."""
         self._refuse(provided)
-        for name, value in self._old.items():
-            flag = _BY_NAME[name]
-            words = _words(name, value)
-            if not flag.accepts(value):
+        for name, value in tuple(self._old.items()):
+            flag, words = _BY_NAME[name], _words(name, value)
+            if not is_read(value, flag.takes):
+                del self._old[name]
+                provided.lack(flag.gives)
+                provided.explain(str(option_error(name, value, f"must be {accepted(flag.takes)}")))
+            elif name == PIPELINE and value < 1:
+                provided.explain(str(option_error(name, value, "must be at least 1")))
+            elif name == PIPELINE:
+                self.pipeline = value
+            elif not flag.accepts(value):
                 provided.refuse(words, flag.otherwise)
             elif flag.means and value not in flag.means:
+                provided.lack(path for given in flag.means.values() for path in given)
                 provided.refuse(words, f"must be {' or '.join(flag.means)}")
             else:
-                for field_path, setting in (flag.means[value] if flag.means else flag.gives).items():
-                    provided.put(field_path, value if setting is VALUE else setting, name, _shown(value))
-                self._note(flag)
+                with provided.collected():
+                    for field_path, setting in (flag.means[value] if flag.means else flag.gives).items():
+                        provided.put(field_path, value if setting is VALUE else setting, name, _shown(value))
+                    if flag.why:
+                        self._idle.setdefault(flag.why, []).append(name)
+                    elif flag.today:
+                        self._renamed.append(f"{name} is {flag.today}")
 
     def settle(self, provided: Provided) -> None:
         """Apply lower bounds and lengths in tokens, after all other values.
@@ -141,13 +155,7 @@ class Translation:
 
     def _refuse(self, provided: Provided) -> None:
         for words, reason in self._refused:
-            provided.refuse(words, reason)
-
-    def _note(self, flag: OldFlag) -> None:
-        if flag.why:
-            self._idle.setdefault(flag.why, []).append(flag.name)
-        elif flag.today:
-            self._renamed.append(f"{flag.name} is {flag.today}")
+            provided.refuse(words, reason, flag=words.partition(" ")[0])
 
 
 def divide_batch(provided: Provided, stages: int, data_ranks: int) -> tuple[str, ...]:
@@ -183,7 +191,7 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
     for name, flag in _BY_NAME.items():
         if flag.refused:
             continue
-        details: dict[str, Any] = {"action": "store_true"} if flag.takes is None else {"type": flag.takes}
+        details: dict[str, Any] = {"type": reader(flag.takes)} if flag.takes else {"action": "store_true"}
         details |= {"nargs": "+"} if flag.many else {}
         hidden.add_argument(name, dest=f"{OTHERS}.{name}", help=argparse.SUPPRESS, **details)
     known = ", ".join(flag.name for flag in RENAMED)

@@ -36,18 +36,11 @@ def check_fp8(
     ):
         if width % 16:
             raise option_error(flag, value, f"is {width}; must be a multiple of 16 with --fp8")
-    if precision.fp8_param_gather:
-        _check_param_gather(precision, zero)
-
-
-def _check_param_gather(precision: PrecisionConfig, zero: ZeroConfig) -> None:
-    """Refuse other codes of whole weights that travel."""
-    flag, name = "--fp8-param-gather", "fp8_param_gather"
-    if zero.zero_quantized_weights and not zero.sends_differences:
+    if precision.fp8_param_gather and zero.zero_quantized_weights and not zero.sends_differences:
         other = f"--zero-quantized-weights in {zero.zero_quantized_weights_format}"
         fix = (
             f"gathers the 8-bit codes that are multiplied, and {other} would gather other codes; use "
             "--zero-quantized-weights-format delta4, or omit --zero-quantized-weights to gather a "
-            f"byte per weight, or omit {flag}"
+            "byte per weight, or omit --fp8-param-gather"
         )
-        raise precision.error(name, fix)
+        raise precision.error("fp8_param_gather", fix)

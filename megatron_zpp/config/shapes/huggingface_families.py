@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_zpp.config.positions import rope_layers
 from megatron_zpp.config.shapes.config_json import Values, positive, switch, unfit
-from megatron_zpp.config.values.attention_window import describe_pattern, parse_pattern
+from megatron_zpp.config.values.attention_window import describe_pattern
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,6 @@ def _granite_values(model: Values) -> dict[str, Any]:
     }
 
 
-def _starcoder2_fields(values: Values) -> dict[str, Any]:
-    return {"disable_bias_linear": not switch(values, "use_bias", usual=True)}
-
-
 def _starcoder2_values(model: Values) -> dict[str, Any]:
     return {
         "hidden_act": "gelu_pytorch_tanh",
@@ -94,12 +91,8 @@ def _smollm3_fields(values: Values) -> dict[str, Any]:
 
 def _smollm3_values(model: Values) -> dict[str, Any]:
     layers, pattern = model["num_layers"], model["no_rope_freq"]
-    rotated = [True] * layers
-    if pattern is not None:
-        listed = parse_pattern(pattern, layers)
-        rotated = [each == pattern.strip().isdecimal() for each in listed]
-    found = {"no_rope_layers": [int(each) for each in rotated], "use_sliding_window": False}
-    return found | _NO_PADDING
+    rotated = (True,) * layers if pattern is None else rope_layers(pattern, layers)
+    return {"no_rope_layers": [int(each) for each in rotated], "use_sliding_window": False, **_NO_PADDING}
 
 
 def _gemma_fields(values: Values, attention: float | None, logits: float | None) -> dict[str, Any]:
@@ -124,47 +117,30 @@ def _gemma_values(model: Values) -> dict[str, Any]:
     }
 
 
-def _phi3_values(model: Values) -> dict[str, Any]:
-    return {"embd_pdrop": model["hidden_dropout"], **_NO_PADDING}
-
-
-def _glm_fields(values: Values) -> dict[str, Any]:
-    return {"add_qkv_bias": switch(values, "attention_bias", usual=True)}
-
-
-def _glm_values(model: Values) -> dict[str, Any]:
-    return {"attention_bias": model["add_qkv_bias"], **_NO_PADDING}
-
-
 _NO_PADDING = {"pad_token_id": None}  # transformers' default is no entry of a small vocabulary
 _ANY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "pruned_heads": (None, {})}
+
+
+def _keys(others: dict[str, Any], **fields: tuple[str, Any]) -> dict[str, Any]:
+    """The `keys` and `defaults` of a Family: each field's key with its default, and those of `others`."""
+    defaults = dict(fields.values())
+    return {"keys": {key: name for name, (key, _) in fields.items()}, "defaults": defaults | others}
+
+
 _GPT2 = Family(
     architecture="GPT2LMHeadModel",
-    keys={
-        "n_layer": "num_layers",
-        "n_embd": "hidden_size",
-        "n_head": "num_attention_heads",
-        "n_positions": "max_position_embeddings",
-        "n_inner": "ffn_hidden_size",
-        "layer_norm_epsilon": "norm_epsilon",
-        "initializer_range": "init_method_std",
-        "attn_pdrop": "attention_dropout",
-        "resid_pdrop": "hidden_dropout",
-    },
-    defaults={
-        "vocab_size": 50257,
-        "n_positions": 1024,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_inner": None,
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "attn_pdrop": 0.1,
-        "resid_pdrop": 0.1,
-        "embd_pdrop": 0.1,
-        "tie_word_embeddings": True,
-    },
+    **_keys(
+        num_layers=("n_layer", 12),
+        hidden_size=("n_embd", 768),
+        num_attention_heads=("n_head", 12),
+        max_position_embeddings=("n_positions", 1024),
+        ffn_hidden_size=("n_inner", None),
+        norm_epsilon=("layer_norm_epsilon", 1e-5),
+        init_method_std=("initializer_range", 0.02),
+        attention_dropout=("attn_pdrop", 0.1),
+        hidden_dropout=("resid_pdrop", 0.1),
+        others={"vocab_size": 50257, "embd_pdrop": 0.1, "tie_word_embeddings": True},
+    ),
     only={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
         "scale_attn_weights": (True,),
@@ -184,28 +160,17 @@ _GPT2 = Family(
 )
 _BLOOM = Family(
     architecture="BloomForCausalLM",
-    keys={
-        "n_layer": "num_layers",
-        "hidden_size": "hidden_size",
-        "n_head": "num_attention_heads",
-        "seq_length": "max_position_embeddings",  # that of the training; ALiBi has no limit
-        "layer_norm_epsilon": "norm_epsilon",
-        "initializer_range": "init_method_std",
-        "attention_dropout": "attention_dropout",
-        "hidden_dropout": "hidden_dropout",
-    },
-    defaults={
-        "vocab_size": 250880,
-        "hidden_size": 64,
-        "n_layer": 2,
-        "n_head": 8,
-        "seq_length": 2048,
-        "layer_norm_epsilon": 1e-5,
-        "initializer_range": 0.02,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "tie_word_embeddings": True,
-    },
+    **_keys(
+        num_layers=("n_layer", 2),
+        hidden_size=("hidden_size", 64),
+        num_attention_heads=("n_head", 8),
+        max_position_embeddings=("seq_length", 2048),  # that of the training; ALiBi has no limit
+        norm_epsilon=("layer_norm_epsilon", 1e-5),
+        init_method_std=("initializer_range", 0.02),
+        attention_dropout=("attention_dropout", 0.0),
+        hidden_dropout=("hidden_dropout", 0.0),
+        others={"vocab_size": 250880, "tie_word_embeddings": True},
+    ),
     only={"apply_residual_connection_post_layernorm": (False,), **_ANY},
     fixed={"position_embedding_type": "alibi", "normalization": "LayerNorm", "embed_layernorm": True},
     other_names={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
@@ -260,8 +225,8 @@ def _glm(architecture: str, **fixed: Any) -> Family:
         architecture,
         _NO_BIAS | {"rotary_interleaved": True} | fixed,
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
-        fields=_glm_fields,
-        values=_glm_values,
+        fields=lambda values: {"add_qkv_bias": switch(values, "attention_bias", usual=True)},
+        values=lambda model: {"attention_bias": model["add_qkv_bias"], **_NO_PADDING},
     )
 
 
@@ -305,7 +270,7 @@ FAMILIES: dict[str, Family] = {
         _LLAMA_DEFAULTS | {"rms_norm_eps": 1e-5, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
         _SILU,
         _LLAMA_FIXED | _NO_BIAS,
-        values=_phi3_values,
+        values=lambda model: {"embd_pdrop": model["hidden_dropout"], **_NO_PADDING},
     ),
     "glm": _glm("GlmForCausalLM"),
     "glm4": _glm("Glm4ForCausalLM", norm_placement="both"),
@@ -323,8 +288,8 @@ FAMILIES: dict[str, Family] = {
             **_ANY,
         },
         {"normalization": "LayerNorm"},
-        _starcoder2_fields,
-        _starcoder2_values,
+        fields=lambda values: {"disable_bias_linear": not switch(values, "use_bias", usual=True)},
+        values=_starcoder2_values,
     ),
     "granite": _like_llama(
         "GraniteForCausalLM",

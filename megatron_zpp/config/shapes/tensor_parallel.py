@@ -4,7 +4,7 @@ import math
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.options import flag_name, option_error
-from megatron_zpp.config.words import counted
+from megatron_zpp.config.words import counted, divisors
 
 FLAG, CONTEXT_FLAG = "--tensor-model-parallel-size", "--context-parallel-size"
 _DIVIDED = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "seq_length")
@@ -76,11 +76,6 @@ def check_vocabulary(model: ModelConfig, vocab_size: int, ranks: int) -> None:
             f"--make-vocab-size-divisible-by that is a multiple of {ranks}, such as "
             f"{math.lcm(ranks, multiple)}, not {multiple}",
         )
-
-
-def divisors(number: int) -> list[int]:
-    """The divisors of a number, in order."""
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def listed(numbers: list[int]) -> str:

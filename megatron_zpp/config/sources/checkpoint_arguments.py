@@ -1,13 +1,12 @@
 """--use-checkpoint-args and --use-checkpoint-opt-param-scheduler: settings that come from a checkpoint."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import LearningRateConfig
-from megatron_zpp.config.options import Options, flag_name
+from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.run import TrainingConfig
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.tokenizer import TokenizerConfig
@@ -49,27 +48,23 @@ def _obey_model(provided: Provided, arguments: CheckpointArguments) -> list[str]
     """Replace the model's shape; fill in the tokenizer, and what is the run's own, such as --seq-length."""
     place = f"{MODEL} {arguments.name}"
     provided.values["model"].pop("model_preset", None)
-    shape = _settings(arguments.model)
+    shape = {name: value for name, value in vars(arguments.model).items() if value is not None}
     for name in _OF_THE_RUN:
         provided.fill("model", name, shape.pop(name), place)
     if provided.get("tokenizer.tokenizer_type") is None and provided.get("tokenizer.vocab_file") is None:
-        for name, value in _settings(arguments.tokenizer).items():
-            provided.fill("tokenizer", name, value, place)
+        provided.fill_all("tokenizer", arguments.tokenizer, place)
     return _replace(provided, "model", shape, MODEL, arguments.name)
 
 
 def _obey_schedule(provided: Provided, arguments: CheckpointArguments) -> list[str]:
     """The learning rate and the weight decay; a decay that ended with the saved run still ends there."""
-    settings = {field.name: getattr(arguments.learning_rate, field.name) for field in _FIELDS}
+    settings = dict(vars(arguments.learning_rate))
     for unit in ("iters", "samples"):
         if settings[f"lr_decay_{unit}"] is None:
             settings[f"lr_decay_{unit}"] = getattr(arguments.training, f"train_{unit}")
     notes = _replace(provided, "learning_rate", settings, SCHEDULE, arguments.name)
     decay = {"weight_decay": arguments.weight_decay}
     return notes + _replace(provided, "optimizer", decay, SCHEDULE, arguments.name)
-
-
-_FIELDS = dataclasses.fields(LearningRateConfig)
 
 
 def _replace(provided: Provided, part: str, settings: dict[str, Any], flag: str, name: str) -> list[str]:
@@ -79,8 +74,3 @@ def _replace(provided: Provided, part: str, settings: dict[str, Any], flag: str,
             notes.append(f"{flag}: {flag_name(field)} {value} of {name} replaces {values[field]}")
         values[field] = value
     return notes
-
-
-def _settings(options: Options) -> dict[str, Any]:
-    """The fields that have a value."""
-    return {name: value for name, value in dataclasses.asdict(options).items() if value is not None}

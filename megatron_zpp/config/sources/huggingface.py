@@ -44,22 +44,18 @@ def obey_model(provided: Provided, found: HuggingFaceModel) -> tuple[str, ...]:
     """
     source = f"--load {found.load}"
     provided.values["checkpoint"]["load"] = found.load
-    given, shape = provided.values["model"], asdict(found.model)
+    given, notes = provided.values["model"], found.notes
     _check(given, found)
     given.pop("model_preset", None)
-    notes = found.notes
     if "seq_length" not in given:
-        longest = given.get("max_position_embeddings", shape["max_position_embeddings"])
-        shape["seq_length"] = min(shape["seq_length"], longest)
-        if shape["seq_length"] < longest:
-            notes += (f"--seq-length {shape['seq_length']}: by default, of up to {longest}",)
-    for name, value in shape.items():
-        if value is not None:
-            provided.fill("model", name, value, source)
+        longest = given.get("max_position_embeddings", found.model.max_position_embeddings)
+        length = min(found.model.seq_length, longest)
+        provided.fill("model", "seq_length", length, source)
+        if length < longest:
+            notes += (f"--seq-length {length}: by default, of up to {longest}",)
+    provided.fill_all("model", found.model, source)
     if not any(name in provided.values["tokenizer"] for name in _TOKENIZER):
-        for name, value in asdict(found.tokenizer).items():
-            if value is not None:
-                provided.fill("tokenizer", name, value, source)
+        provided.fill_all("tokenizer", found.tokenizer, source)
     return notes
 
 
@@ -72,18 +68,14 @@ def _check(given: Mapping[str, Any], found: HuggingFaceModel) -> None:
     for name, value in ours.items():
         if name in (*NOT_SHAPE, "model_preset") or _same(found.model, name, value):
             continue
-        if name == "max_position_embeddings" and not _has_table(found.model) and value <= theirs[name]:
+        has_table = found.model.position_embedding_type == "learned_absolute"
+        if name == "max_position_embeddings" and not has_table and value <= theirs[name]:
             continue  # a run may be shorter
         key = f"{found.keys.get(name, name)} {theirs[name]}"
         of_model = f"the model of --load {found.load} has {key}; omit it"
         if name in given:
             raise option_error(flag_name(name), "(given)" if value is True else value, of_model)
         raise option_error("--model-preset", preset, f"has {name} {value}, and {of_model}")
-
-
-def _has_table(model: ModelConfig) -> bool:
-    """Return whether --max-position-embeddings is the size of a table."""
-    return model.position_embedding_type == "learned_absolute"
 
 
 def _same(model: ModelConfig, name: str, value: Any) -> bool:

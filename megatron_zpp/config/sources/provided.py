@@ -2,12 +2,22 @@
 
 import dataclasses
 import re
-import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-from megatron_zpp.config.options import Options, UsageError, choices, fits, flag_of, option_error, printable
+from megatron_zpp.config.options import (
+    Options,
+    UsageError,
+    accepted,
+    fits,
+    flag_of,
+    option_error,
+    printable,
+    value_error,
+)
 
+_ABSENT = re.compile(r"\(not given\)|^--dry-run: give ")  # in lines on what is not given
 OTHERS = "old"  # where the typed flags of other programs and earlier versions are
 # Fields of a part in groups: giving one of a group excludes the fields of the other groups.
 _ALTERNATIVES = (
@@ -31,22 +41,32 @@ class Provided:
     A field path is "part.field", such as "zero.zero_stage". A value that is given twice must be equal.
     """
 
-    def __init__(self, parts: Mapping[str, type[Options]], typed: Mapping[str, Mapping[str, Any]]) -> None:
-        """Start from `typed`, the values of current flags."""
+    def __init__(
+        self,
+        parts: Mapping[str, type[Options]],
+        typed: Mapping[str, Mapping[str, Any]],
+        unknown: str = "",
+    ) -> None:
+        """Start from `typed`, the values of current flags; `unknown` is a message on words without a meaning.
+
+        Values that a flag cannot have are refused, and then count as not given.
+        """
         self.values = {part: dict(typed[part]) for part in parts}
-        self._flags = {
-            f"{part}.{field.name}": flag_of(field)
-            for part, cls in parts.items()
-            for field in dataclasses.fields(cls)
-        }
-        self._hints = {
-            f"{part}.{name}": hint
-            for part, cls in parts.items()
-            for name, hint in typing.get_type_hints(cls).items()
-        }
+        self._unknown = unknown
+        self.notes: tuple[str, ...] = ()  # on other flags than those that are refused
+        fields = [(part, field) for part, cls in parts.items() for field in dataclasses.fields(cls)]
+        self._flags = {f"{part}.{field.name}": flag_of(field) for part, field in fields}
+        self._hints = {f"{part}.{field.name}": field.type for part, field in fields}
         self._filled: set[str] = set()  # field paths
         self._names: dict[str, str] = {}  # by field path, for values that a current flag did not give
         self._refused: dict[str, list[str]] = {}  # flags and keys with their values, by the reason
+        self._errors: list[str] = []  # lines on values
+        self._missing: set[str] = set()  # field paths whose value is refused
+        for part, field in fields:
+            if field.name in typed[part] and (error := value_error(field, typed[part][field.name])):
+                self.lack([f"{part}.{field.name}"])
+                self._errors.append(str(error))
+                del self.values[part][field.name]
 
     def get(self, field_path: str) -> Any:
         """Return the value of a field path; None if it was not given."""
@@ -64,24 +84,50 @@ class Provided:
         """
         part, field = field_path.split(".")
         if not fits(value, self._hints[field_path]):
-            accepted = " or ".join(map(str, _accepted(self._hints[field_path])))
-            raise option_error(name, shown, f"must be {accepted}")
+            self.lack([field_path])
+            raise option_error(name, shown, f"must be {accepted(self._hints[field_path])}")
         if field not in self.values[part]:
             self.values[part][field] = value
             self._names[field_path] = name
         elif self.values[part][field] != value:
-            raise option_error(
-                name, shown, f"contradicts {self._given_as(field_path)}; make them equal or omit one"
-            )
+            given = self.values[part][field]
+            other = "" if given is True else f" {str(given).lower() if given is False else given}"
+            fix = f"contradicts {self.name(field_path)}{other}; make them equal or omit one"
+            raise option_error(name, shown, fix)
 
-    def refuse(self, words: str, reason: str) -> None:
-        """Record a flag or key, with its value, for `check_refused`, which raises for all at once."""
+    def refuse(self, words: str, reason: str, flag: str = "") -> None:
+        """Record a flag or key, with its value, for `check_refused`, which raises for all at once.
+
+        If a current flag is refused, it is named.
+        """
         self._refused.setdefault(reason, []).append(words)
+        self.lack(path for path, own in self._flags.items() if own == flag)
 
-    def check_refused(self, unknown: str, notes: tuple[str, ...]) -> None:
-        """Raise UsageError, with `notes` on other flags, if a flag was refused or words are `unknown`."""
-        if self._refused or unknown:
-            raise UsageError("\n".join((*self._lines(), *((unknown,) if unknown else ()), *notes)))
+    def lack(self, field_paths: Iterable[str]) -> None:
+        """Let fields have no value because what was given for them is refused."""
+        self._missing.update(field_paths)
+
+    @contextmanager
+    def collected(self) -> Iterator[None]:
+        """Record the ValueError of a check for `check_refused`, unless it mentions a refused value."""
+        try:
+            yield
+        except ValueError as error:
+            self.explain(str(error))
+
+    def made(self, parts: Mapping[str, type[Options]]) -> dict[str, Any]:
+        """Return the parts of which no value was refused, and record what their checks refuse."""
+        found = {}
+        for name, part in parts.items():
+            if not any(field_path.startswith(f"{name}.") for field_path in self._missing):
+                with self.collected():
+                    found[name] = part(**self.values[name])
+        return found
+
+    def check_refused(self) -> None:
+        """Raise UsageError if a flag or value was refused."""
+        if lines := self._lines():
+            raise UsageError("\n".join(lines))
 
     def fill(self, part: str, field: str, value: Any, name: str) -> None:
         """Record a value given by `name`, unless it or an alternative to it was given before."""
@@ -90,6 +136,12 @@ class Provided:
         self.values[part][field] = value
         self._names[f"{part}.{field}"] = name
         self._filled.add(f"{part}.{field}")
+
+    def fill_all(self, part: str, options: Options, name: str) -> None:
+        """Do so with all fields of `options` that have a value."""
+        for field, value in vars(options).items():
+            if value is not None:
+                self.fill(part, field, value, name)
 
     def drop(self, field_path: str) -> None:
         """Forget the value of a field path, if it was given."""
@@ -110,26 +162,23 @@ class Provided:
         return any(name in self.values[part] and f"{part}.{name}" not in self._filled for name in others)
 
     def explain(self, message: str) -> str:
-        """Return what was refused, a line per reason; then `message` on the value of one more flag.
+        """Record a message on values, and return it behind all that was refused before.
 
-        It is followed by the old flag or key behind each current flag that it mentions.
+        Lines that mention a refused value do not count, nor do those on what is not given, where it may be
+        what a refused flag or value was to give. The old flag or key behind a current flag follows.
         """
-        behind = [
-            f"{self._flags[field_path]} is {name}"
-            for field_path, name in self._names.items()
-            if re.search(rf"(?<![\w-]){re.escape(self._flags[field_path])}(?![\w-])", message)
-        ]
-        return "\n".join((*self._lines(), f"{message} ({', '.join(behind)})" if behind else message))
+        for line in message.splitlines():
+            words = {*re.findall(r"[\w-]+", line)}
+            mentioned = [path for path, flag in self._flags.items() if flag in words]
+            unsure = _ABSENT.search(line) and (self._unknown or self._refused or self._missing)
+            if self._missing.isdisjoint(mentioned) and not unsure:
+                names = {path: name for path, name in self._names.items() if path in mentioned}
+                behind = ", ".join(f"{self._flags[path]} is {name}" for path, name in names.items())
+                self._errors.append(f"{line} ({behind})" if behind else line)
+        return "\n".join(self._lines())
 
     def _lines(self) -> list[str]:
-        return [printable(f"{', '.join(words)}: {reason}") for reason, words in self._refused.items()]
-
-    def _given_as(self, field_path: str) -> str:
-        value = self.get(field_path)
-        shown = "" if value is True else f" {str(value).lower() if value is False else value}"
-        return self.name(field_path) + shown
-
-
-def _accepted(hint: Any) -> tuple[Any, ...]:
-    """Return the values that a field accepts, or their types."""
-    return choices(hint) or typing.get_args(hint) or (hint.__name__,)
+        """A line per reason for refusing flags, one on unknown words, one per refused value, and notes."""
+        lines = [printable(f"{', '.join(words)}: {reason}") for reason, words in self._refused.items()]
+        lines += [self._unknown] if self._unknown else []
+        return [*lines, *dict.fromkeys(self._errors), *(self.notes if lines else ())]

@@ -19,7 +19,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_zpp.config.model import NOT_SHAPE, ModelConfig, preset_fields
-from megatron_zpp.config.options import AUTO, Options, option_error, optional, with_home
+from megatron_zpp.config.options import (
+    AUTO,
+    Options,
+    accepted,
+    choices,
+    fits,
+    option_error,
+    optional,
+    reader,
+    with_home,
+)
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.storage.regular import read_limited
@@ -55,8 +65,11 @@ def obey_settings(path: str, parts: Mapping[str, type[Options]], provided: Provi
 
     Raises ValueError for a file that cannot be obeyed, and for an unknown preset.
     """
-    preset = provided.get("model.model_preset")
-    replaced = _replaced_by(preset) if preset is not None else frozenset()
+    preset, replaced = provided.get("model.model_preset"), set[str]()
+    if preset is not None:  # the whole shape: a GPT preset names four fields and means others' defaults
+        values = preset_fields(preset)
+        kept = (name for name in NOT_SHAPE if values.get(name) is None)
+        replaced = {*ModelConfig.__dataclass_fields__}.difference(kept)
     file, not_used = _File(path, parts), []
     for part, field, value, place in file.settings():
         if part == "model" and field in replaced:
@@ -73,16 +86,6 @@ def retired_fields() -> Mapping[str, Any]:
     from megatron_zpp.config.legacy.old_flags import RETIRED_FIELDS
 
     return RETIRED_FIELDS
-
-
-def _replaced_by(preset: str) -> frozenset[str]:
-    """Return the fields of ModelConfig that a file has in vain beside a flag --model-preset.
-
-    These are the whole shape: a GPT preset names four fields and means the defaults of the others.
-    """
-    values = preset_fields(preset)
-    kept = {name for name in NOT_SHAPE if values.get(name) is None}
-    return frozenset(field.name for field in dataclasses.fields(ModelConfig)) - kept
 
 
 def write_settings(values: Mapping[str, Options], comments: list[str]) -> str:
@@ -112,7 +115,7 @@ class _File:
     """Reads one file; `notes` are on its retired settings."""
 
     def __init__(self, path: str, parts: Mapping[str, type[Options]]) -> None:
-        self._path, self._parts = path, parts
+        self._path, self._parts, self._retired = path, parts, retired_fields()
         self.notes: list[str] = []
         self._hints = {part: typing.get_type_hints(cls) for part, cls in parts.items()}
         self._owners = {field: part for part, hints in self._hints.items() for field in hints}
@@ -142,8 +145,9 @@ class _File:
             name, is_section = _name(key), isinstance(value, yaml.MappingNode)
             if name in self._parts and not is_section:
                 raise self._error(f"{_line(key)}: {name}: is a section; indent its settings below it")
-            if name in self._parts or (is_section and _all_retired(value)):  # then it is a part no more
-                for inner, setting in value.value:
+            inside = value.value if is_section else ()
+            if name in self._parts or (inside and all(_name(each) in self._retired for each, _ in inside)):
+                for inner, setting in inside:  # if all are retired, it is a part no more
                     yield from self._setting(_name(inner), inner, setting, section=name)
             else:
                 yield from self._setting(name, key, value, section=None)
@@ -152,7 +156,7 @@ class _File:
         self, name: str, key: Any, node: Any, section: str | None
     ) -> Iterator[tuple[str, str, Any, str]]:
         place = f"{FLAG} {self._path}: {_line(key)}"
-        if retired := retired_fields().get(name):
+        if retired := self._retired.get(name):
             if retired.computes:
                 retired.check_saved(f"{place}: {name}", _value(node, retired.takes))
             self.notes.append(f"{place}: {name}: no effect here: {retired.why}")
@@ -198,10 +202,6 @@ def _name(key: Any) -> str:
     return key.value.replace("-", "_") if isinstance(key.value, str) else "?"
 
 
-def _all_retired(section: Any) -> bool:
-    return bool(section.value) and all(_name(key) in retired_fields() for key, _ in section.value)
-
-
 def _line(node: Any) -> str:
     return f"line {node.start_mark.line + 1}"
 
@@ -224,17 +224,11 @@ def _value(node: Any, hint: Any) -> Any:
 def _scalar(node: Any, hint: Any) -> Any:
     if node.id != "scalar":
         raise ValueError("must be a single value")
-    text = node.value
-    if typing.get_origin(hint) is typing.Literal:
-        choices = {str(choice): choice for choice in typing.get_args(hint)}
-        if text not in choices:
-            raise ValueError(f"{text!r} must be one of {', '.join(choices)}")
-        return choices[text]
+    text, known = node.value, choices(hint)
+    value = text if known else reader(hint)(text)
     if hint is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{text!r} must be true or false")
-        return text.lower() == "true"
-    try:
-        return hint(text)
-    except ValueError:
-        raise ValueError(f"{text!r} must be {'a whole number' if hint is int else 'a number'}") from None
+        value = {"true": True, "false": False}.get(text.lower())
+    if not fits(value, hint):
+        right = f"one of {', '.join(known)}" if known else accepted(hint)
+        raise ValueError(f"{text!r} must be {right}")
+    return value

@@ -12,27 +12,24 @@ LARGEST_FILE = 1 << 20  # bytes; a file of settings has a few thousand
 
 def read_json_object(flag: str, path: str) -> dict[str, Any]:
     """Return the object in a file. Raises ValueError naming `flag`, `path` and the position of the error."""
+    problem = "must hold a JSON object, {…}"
     try:
         text = read_limited(path, LARGEST_FILE).decode("utf-8-sig")
         value = json.loads(text, object_pairs_hook=_checked, parse_int=_int)
+        if isinstance(value, dict):
+            return value
     except OSError as error:
-        raise option_error(flag, path, f"cannot be read ({error.strerror}); name a JSON file") from None
+        problem = f"cannot be read ({error.strerror}); name a JSON file"
     except UnicodeDecodeError as error:
-        raise option_error(flag, path, f"byte {error.start}: not UTF-8; name a JSON file") from None
+        problem = f"byte {error.start}: not UTF-8; name a JSON file"
     except json.JSONDecodeError as error:
-        raise option_error(
-            flag,
-            path,
-            f"line {error.lineno} column {error.colno}: not JSON ({error.msg}); JSON has no comments and no "
-            "comma after the last value",
-        ) from None
+        rule = "JSON has no comments and no comma after the last value"
+        problem = f"line {error.lineno} column {error.colno}: not JSON ({error.msg}); {rule}"
     except RecursionError:
-        raise option_error(flag, path, "is nested too deeply; name a JSON file of settings") from None
+        problem = "is nested too deeply; name a JSON file of settings"
     except ValueError as error:
-        raise option_error(flag, path, str(error)) from None
-    if not isinstance(value, dict):
-        raise option_error(flag, path, "must hold a JSON object, {…}")
-    return value
+        problem = str(error)
+    raise option_error(flag, path, problem)
 
 
 def shown(value: Any) -> str:

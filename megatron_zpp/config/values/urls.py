@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_zpp.config.options import UsageError, option_error
+from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.storage.files import check_writable
 from megatron_zpp.storage.location import location
 
@@ -27,8 +27,6 @@ def check_local_directory(flag: str, value: str) -> None:
 
     Not for the `check` of options, which also checkpoints of earlier runs must pass.
     """
-    try:
+    with usage_errors():
         local_path(flag, value)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     check_writable(flag, value)

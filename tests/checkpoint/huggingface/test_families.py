@@ -16,7 +16,8 @@ from megatron_zpp.checkpoint.huggingface.importing import open_weights, read_set
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.root import Config, parse_command_line
 from megatron_zpp.config.shapes.huggingface import FAMILIES as CONFIGS
-from megatron_zpp.config.shapes.huggingface import describe_model, huggingface_values
+from megatron_zpp.config.shapes.huggingface import describe_model
+from megatron_zpp.config.shapes.huggingface_export import huggingface_values
 from megatron_zpp.config.shapes.presets import PRESETS
 from megatron_zpp.config.sources.huggingface import HuggingFaceModel
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
