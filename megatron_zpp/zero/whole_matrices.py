@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
-from megatron_zpp.mesh import Axis, Mesh
-from megatron_zpp.placement import ALIGNMENT, Box, Layout, Placement, overlap
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.placement import ALIGNMENT, Box, Layout, Placement, overlap, within
 from megatron_zpp.zero.newton_schulz import flops, working_numel
+from megatron_zpp.zero.weight_plan import WeightPlan
 
 _IMBALANCE = 1.05  # of the work of a round, at most, while there are more units to add
 _LEAST = 2**26  # elements of a round for each rank, while there are more
@@ -52,39 +53,27 @@ class Part(NamedTuple):
     box: Box  # in the matrix
 
 
-class Held(NamedTuple):
-    """How the states of a unit are cut."""
-
-    layout: Layout
-    axes: tuple[Axis, ...]
-
-    def elements(self, mesh: Mesh) -> range:
-        """What the rank of `mesh` has from the unit's first matrix to its last one."""
-        (owned,) = self.layout.ranges(mesh, self.axes)
-        return overlap(owned, self.layout.hull(of_matrices=True))
-
-    def parts(self, matrix: Matrix, mesh: Mesh) -> Iterator[Part]:
-        """What the rank of `mesh` has of a matrix, in the order of its shard."""
-        for piece in self.layout.pieces(mesh, self.axes):
-            if piece.placement is not matrix.placement:
-                continue
-            for block in piece.blocks(mesh.rank):
-                for here, there in block.parts:
-                    rows = overlap(range(there[0].start, there[0].stop), matrix.rows)
+def parts_of(matrix: Matrix, weights: WeightPlan, mesh: Mesh) -> Iterator[Part]:
+    """What the rank of `mesh` has of a matrix of a unit, in the order of its shard."""
+    for piece in weights.layout.pieces(mesh, weights.axes):
+        if piece.placement is not matrix.placement:
+            continue
+        for block in piece.blocks(mesh.rank):
+            for here, there in block.parts:
+                if rows := overlap(range(there[0].start, there[0].stop), matrix.rows):
                     first = here[0].start + rows.start - there[0].start
                     start = piece.at.start + block.elements.start - piece.elements.start
                     start += first * block.shape[1]
-                    if rows:
-                        elements = range(start, start + len(rows) * block.shape[1])
-                        inside = slice(rows.start - matrix.rows.start, rows.stop - matrix.rows.start)
-                        yield Part(elements, (inside, there[1]))
+                    elements = range(start, start + len(rows) * block.shape[1])
+                    yield Part(elements, (within(rows, matrix.rows), there[1]))
 
-    def senders(self, matrix: Matrix, mesh: Mesh, owner: int) -> list[int]:
-        """The ranks of a node that bring a matrix together at `owner`: one of those with equal parts."""
-        split = () if matrix.placement.split is None else (matrix.placement.split.axis,)
-        alike = [axis for axis in mesh.inside_node if axis not in (*self.axes, *split)]
-        ranks = mesh.ranks(*mesh.inside_node)
-        return [rank for rank in ranks if all(axis.index(rank) == axis.index(owner) for axis in alike)]
+
+def _senders(matrix: Matrix, weights: WeightPlan, mesh: Mesh, owner: int) -> list[int]:
+    """The ranks of a node that bring a matrix together at `owner`: one of those with equal parts."""
+    split = () if matrix.placement.split is None else (matrix.placement.split.axis,)
+    alike = [axis for axis in mesh.inside_node if axis not in (*weights.axes, *split)]
+    ranks = mesh.ranks(*mesh.inside_node)
+    return [rank for rank in ranks if all(axis.index(rank) == axis.index(owner) for axis in alike)]
 
 
 def matrices_of(unit: int, layout: Layout) -> list[Matrix]:
@@ -110,12 +99,12 @@ def balanced(costs: Sequence[int], ranks: int) -> tuple[list[int], float]:
     return places, max(load) * ranks / max(1, sum(load))
 
 
-def rounds(units: Sequence[Sequence[Matrix]], ranks: int) -> list[list[Matrix]]:
+def rounds(layouts: Sequence[Layout], ranks: int) -> list[list[Matrix]]:
     """Matrices that are worked on at the same time: of as few units in a row as balance the ranks."""
     found: list[list[Matrix]] = []
     newest: list[Matrix] = []
-    for matrices in units:
-        newest = newest + list(matrices)
+    for unit, layout in enumerate(layouts):
+        newest = newest + matrices_of(unit, layout)
         costs, numel = [each.cost for each in newest], sum(each.shape[0] * each.shape[1] for each in newest)
         if numel >= _LEAST * ranks and balanced(costs, ranks)[1] <= _IMBALANCE:
             found.append(newest)
@@ -136,15 +125,17 @@ class MuonShare(NamedTuple):
     rows: int  # moments of rows, if there are some
 
 
-def muon_share(held: Mapping[int, Held], mesh: Mesh, steps: int) -> MuonShare:
+def muon_share(units: Sequence[WeightPlan], mesh: Mesh, steps: int) -> MuonShare:
     """That of the rank of `mesh`, with so many steps of Newton-Schulz."""
     ranks = len(mesh.ranks(*mesh.inside_node))
     made = [
-        Round(work, held, mesh, Room(torch.empty(2**60, dtype=torch.uint8, device="meta")))
-        for work in rounds([matrices_of(unit, each.layout) for unit, each in held.items()], ranks)
+        Round(work, units, mesh, Room(torch.empty(2**60, dtype=torch.uint8, device="meta")))
+        for work in rounds([each.layout for each in units], ranks)
     ]
+    owned = [each.layout.ranges(mesh, each.axes)[0] for each in units]
+    hulls = [each.layout.hull(of_matrices=True) for each in units]
     return MuonShare(
-        sum(len(each.elements(mesh)) for each in held.values()),
+        sum(map(len, map(overlap, owned, hulls))),
         sum(
             len(batch) * flops(batch.shape[1], batch.shape[2], steps) for one in made for batch in one.batches
         ),
@@ -187,8 +178,10 @@ class Round:
     `batches`: the matrices of the work of this one by shape, each (n, rows, columns).
     """
 
-    def __init__(self, matrices: Sequence[Matrix], held: Mapping[int, Held], mesh: Mesh, room: Room) -> None:
-        """`held`: how the states of each unit are cut."""
+    def __init__(
+        self, matrices: Sequence[Matrix], units: Sequence[WeightPlan], mesh: Mesh, room: Room
+    ) -> None:
+        """`units` say how the states of each are cut."""
         ranks, self.room = mesh.ranks(*mesh.inside_node), room
         places_of_work, _ = balanced([matrix.cost for matrix in matrices], len(ranks))
         owners = [ranks[place] for place in places_of_work]
@@ -196,7 +189,10 @@ class Round:
             _by_shape([matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == rank])
             for rank in ranks
         ]
-        self.batches = _batches(self.matrices[ranks.index(mesh.rank)], room)
+        shapes = Counter(matrix.shape for matrix in self.matrices[ranks.index(mesh.rank)])
+        self.batches = [
+            room.take(count * math.prod(shape)).view(count, *shape) for shape, count in shapes.items()
+        ]
         wholes = {tuple(batch.shape[1:]): iter(batch) for batch in self.batches}
         places = list[Place]()
         # By other rank: parts of this rank, and views of `batches`; first those that are sent both ways.
@@ -204,11 +200,11 @@ class Round:
         mine, kept = ({rank: list[tuple[Matrix, range]]() for rank in ranks} for _ in range(2))
         theirs, copies = ({rank: list[Tensor]() for rank in ranks} for _ in range(2))
         for matrix, owner in zip(matrices, owners, strict=True):
-            unit = held[matrix.unit]
-            senders = unit.senders(matrix, mesh, owner)
+            unit = units[matrix.unit]
+            senders = _senders(matrix, unit, mesh, owner)
             whole = next(wholes[matrix.shape]) if owner == mesh.rank else None
             for rank in ranks if owner == mesh.rank else (mesh.rank,):
-                for part in unit.parts(matrix, mesh.at(rank)):
+                for part in parts_of(matrix, unit, mesh.at(rank)):
                     view = None if whole is None else whole[part.box]
                     if rank == mesh.rank and view is not None and view.is_contiguous():
                         places.append(Place(matrix, part.elements, _start(view), _start(view)))
@@ -238,8 +234,10 @@ class Round:
             ):
                 places.append(Place(matrix, elements, there, _start(back)))
         places.sort(key=lambda place: place.elements.start)
-        units = sorted({matrix.unit for matrix in matrices})
-        self.places = {unit: [place for place in places if place.matrix.unit == unit] for unit in units}
+        self.places = {
+            unit: [place for place in places if place.matrix.unit == unit]
+            for unit in sorted({matrix.unit for matrix in matrices})
+        }
 
     @property
     def sent(self) -> int:
@@ -310,11 +308,3 @@ def _by_shape(matrices: Sequence[Matrix]) -> list[Matrix]:
     """The same, those of a shape one after the other, in the order of the first of each shape."""
     shapes = list(dict.fromkeys(matrix.shape for matrix in matrices))
     return sorted(matrices, key=lambda matrix: shapes.index(matrix.shape))
-
-
-def _batches(matrices: Sequence[Matrix], room: Room) -> list[Tensor]:
-    """Memory for matrices of each shape, (n, rows, columns)."""
-    return [
-        room.take(count * math.prod(shape)).view(count, *shape)
-        for shape, count in Counter(matrix.shape for matrix in matrices).items()
-    ]
