@@ -139,7 +139,8 @@ class CommStream:
         if self._group is None:
             copy(full, shard)
             return
-        self._ledger.around_the_ring(self.ranks, (len(self.ranks) - 1) * shard.nbytes)
+        others = len(self.ranks) - 1  # all parts go around a ring
+        self._ledger.count(self.ranks[(self.group_rank + 1) % len(self.ranks)], others * shard.nbytes)
         # `wait` blocks the CUDA stream, or the thread.
         all_gather_single(full, shard, group=self._group, async_op=True).wait()
 
@@ -152,7 +153,8 @@ class CommStream:
         if self._group is None:
             copy(received, sent)
             return
-        self._ledger.to_every_peer(self.ranks, sent.nbytes // len(self.ranks))
+        for rank in self.ranks:
+            self._ledger.count(rank, sent.nbytes // len(self.ranks))
         if not self._two_nodes:
             dist.all_to_all_single(received, sent, group=self._group, async_op=True).wait()
             return
@@ -164,7 +166,8 @@ class CommStream:
         """An all-to-all of bytes (n,), so many from each rank and to each rank: `counts`."""
         if self._group is None:
             return
-        self._ledger.to_peers(self.ranks, counts[1])
+        for rank, nbytes in zip(self.ranks, counts[1], strict=True):
+            self._ledger.count(rank, nbytes)
         taken, given = (list(each) for each in counts)
         dist.all_to_all_single(received, sent, taken, given, group=self._group, async_op=True).wait()
 
@@ -176,7 +179,7 @@ class CommStream:
 
     def record_write(self, peer: int, nbytes: int) -> None:
         """Record in the ledger that this rank wrote `nbytes` to the buffer of group rank `peer`."""
-        self._ledger.to_every_peer([self.ranks[peer]], nbytes)
+        self._ledger.count(self.ranks[peer], nbytes)
 
 
 def copy_beside(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> torch.cuda.Event:

@@ -66,7 +66,7 @@ def build_units(
         for place in places:
             module = parts[place][plan.reads.units[place].index(len(units))]
             _put_parameters(module, weights.layout, parameters, guard)
-        unit = _unit(weights, slots[slot], parameters, guard, communication.memory, config)
+        unit = _unit(len(units), weights, slots[slot], parameters, guard, communication.memory, config)
         # This rank's part of each parameter that it owns a part of.
         master = torch.zeros(len(unit.owned), device=device) if unit.is_split else unit.master
         unit.fill(master, unit.owned, drawn)
@@ -89,6 +89,7 @@ def _make_empty_parameters(module: nn.Module, dtype: torch.dtype, device: torch.
 
 
 def _unit(
+    number: int,
     weights: WeightPlan,
     full: Tensor,
     parameters: tuple[nn.Parameter, ...],
@@ -123,6 +124,7 @@ def _unit(
         encoded = Encoded(here, kept, codes)
     residuals = [torch.zeros(size, dtype=kind, device=device) for size, kind in weights.residuals]
     return Unit(
+        number=number,
         parameters=parameters,
         guard=guard,
         layout=layout,

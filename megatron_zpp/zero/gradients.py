@@ -61,21 +61,18 @@ class Gradients:
         self._units = [unit for unit in units if not unit.frozen]
         self._operations = operations
         self._reduction, self._plan = communication.reduction, plan
-        self._gather_sums = {unit: legs.sums for unit, legs in zip(units, communication.legs, strict=True)}
+        self._legs = communication.legs
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
-        self._slots = dict(zip(units, plan.reduction_slots, strict=True))
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
         self.consume: Callable[[Unit], None] = lambda unit: None
         self._first = self._last = True
         self.order = 0  # follows from the order in which units were sent in this step
         self.unfinished = False  # a backward has begun and has not ended: it runs, or has raised
         self._iteration = 0
-        self._feeds_back = plan.residual_bytes > 0
+        self._feeds_back = any(unit.residuals for unit in units)
         self._owned_gaps = {unit: unit.layout.gaps_in(unit.owned) for unit in units}
         self._gaps = {unit: unit.layout.gaps_in(unit.plan.shard) for unit in units}
         self._whole_gaps = {unit: unit.layout.gaps_in(range(unit.layout.numel)) for unit in units}
-        self._accumulated_numel = {unit: plan.accumulator_numel(unit.layout) for unit in units}
-        self._numbers = {unit: index for index, unit in enumerate(units)}
         self._share = share
         self._replicated = {unit: share.replicated(unit.layout) for unit in units}
         self.counted_elsewhere = {  # blocks of squares of a shard that another tensor rank counts
@@ -190,13 +187,13 @@ class Gradients:
             if summing is not None:
                 summing.into(segments, unit.layout, replicated)
                 pending = Pending(summing.wait)
-            unit.grad.take(segments, pending)
+            unit.grad.segments, unit.grad.pending = segments, pending
             return
         if summing is not None:
             summing.wait()
         if only or last or self._plan.every_micro_batch:  # it is sent
-            self.order = (self.order * _ORDER_FACTOR + self._numbers[unit] + 1) % _ORDERS
-        if reducing := self._reducing.get(self._slots[unit]):
+            self.order = (self.order * _ORDER_FACTOR + unit.number + 1) % _ORDERS
+        if reducing := self._reducing.get(self._plan.reduction_slots[unit.number]):
             reducing.grad.wait()  # so that no more than two units of a layout keep what they send
         if only or self._plan.every_micro_batch:
             dtype = self._plan.gradient_dtype
@@ -216,7 +213,7 @@ class Gradients:
             assert unit.grad.accumulated is not None
             whole = unit.grad.accumulated
             torch._foreach_add_(unit.views(whole), produced)
-        unit.grad.accumulate(whole)
+        unit.grad.accumulated = whole
         if last:
             sent = (GradSegment(0, whole.to(self._plan.gradient_dtype)),)
             total = whole if len(unit.owned) == unit.layout.numel else None
@@ -231,13 +228,14 @@ class Gradients:
         reduction = self._reduction
         accumulated = unit.grad.accumulated
         if accumulated is None:
-            accumulated = torch.empty(self._accumulated_numel[unit], device=sent[0].flat.device)
+            numel = self._plan.accumulator_numel(unit.layout)
+            accumulated = torch.empty(numel, device=sent[0].flat.device)
         pending = reduction.accumulate(sent, accumulated, add=not first)
         if last:
             self._reduce(unit, sent, add=False, last=True, accumulated=accumulated, before=[pending])
             return
         unit.grad.reduce(pending, sent, None, accumulated=accumulated)
-        self._reducing[self._slots[unit]] = unit
+        self._reducing[self._plan.reduction_slots[unit.number]] = unit
 
     def _reduce(
         self,
@@ -270,7 +268,7 @@ class Gradients:
         if last:
             pending, message = self._to_all(unit, total, pending)
         unit.grad.reduce(all_of([*before, pending]), sent + message, total, squares, accumulated)
-        self._reducing[self._slots[unit]] = unit
+        self._reducing[self._plan.reduction_slots[unit.number]] = unit
 
     def _target(self, unit: Unit, total: Tensor, squares: Tensor | None, *, add: bool) -> Target:
         """Where the sum of a unit's shard goes, in a buffer (n,) like `unit.master`."""
@@ -280,7 +278,7 @@ class Gradients:
             feedback = Feedback(lost, self._divisor, self._owned_gaps[unit])
         rotation = None
         if self._plan.rotates:  # between nodes, otherwise in each step
-            signs = Signs(SIGNS_SEED, self._numbers[unit], self._iteration)
+            signs = Signs(SIGNS_SEED, unit.number, self._iteration)
             rotation = Rotation(signs, self._gaps[unit])
         return Target(total[unit.shard], add, squares, rotation, feedback)
 
@@ -290,7 +288,7 @@ class Gradients:
         Also returns what that sends, if it is not a part of `total`. Codes are decoded on all ranks alike, on
         the one that has made them too.
         """
-        leg = self._gather_sums[unit]
+        leg = self._legs[unit.number].sums
         if not leg.stages:
             return reduced, ()
         format, shard = leg.stages[0].format, total[unit.shard]
@@ -298,7 +296,7 @@ class Gradients:
             return leg.run(shard, total, after=reduced), ()
         codec, rotation = Codec(format, self._operations), None
         if isinstance(format, LloydMaxFormat):
-            signs = Signs(_SUM_SIGNS_SEED, self._numbers[unit], self._iteration)
+            signs = Signs(_SUM_SIGNS_SEED, unit.number, self._iteration)
             rotation = Rotation(signs, self._owned_gaps[unit])
         message = torch.empty(nbytes(format, len(shard)), dtype=torch.uint8, device=total.device)
 

@@ -251,5 +251,5 @@ class ModelStates:
                 return [HeldStates(kind, each.returned) for each in tensors]
             here = self._mesh.rank in owners_of(kind, self._mesh)
             return [HeldStates(kind, each.sent if here else nothing) for each in tensors]
-        states, nothing = iter(self._optimizer.states), HeldStates(kind, torch.empty(0))
-        return [nothing if unit.frozen else next(states).get(kind, nothing) for unit in self._units]
+        states, none = iter(self._optimizer.states), HeldStates(kind, torch.empty(0))
+        return [none if unit.frozen else next(states).get(kind, none) for unit in self._units]

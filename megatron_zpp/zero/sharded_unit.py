@@ -73,7 +73,6 @@ class GradientState(Enum):
 class UnitGradient:
     """The gradient of a unit in the present step. gradients.py alone changes it."""
 
-    state: GradientState = GradientState.EMPTY
     arrived: set[int] = field(default_factory=set)  # ids of the parameters with gradients of this backward
     accumulated: Tensor | None = None
     segments: tuple[GradSegment, ...] = ()
@@ -81,10 +80,14 @@ class UnitGradient:
     sent: tuple[GradSegment, ...] = ()
     pending: Pending | None = None
 
-    def accumulate(self, whole: Tensor) -> None:
-        """EMPTY or ACCUMULATING -> ACCUMULATING."""
-        assert self.state in (GradientState.EMPTY, GradientState.ACCUMULATING), self.state
-        self.state, self.accumulated = GradientState.ACCUMULATING, whole
+    @property
+    def state(self) -> GradientState:
+        """How far it has come."""
+        if self.pending is not None:
+            return GradientState.REDUCING
+        if self.segments:
+            return GradientState.SUMMED
+        return GradientState.EMPTY if self.accumulated is None else GradientState.ACCUMULATING
 
     def reduce(
         self,
@@ -98,31 +101,23 @@ class UnitGradient:
 
         Without a `total` it is one in a group alone, into `accumulated`.
         """
-        assert self.state is not GradientState.REDUCING
-        self.state, self.pending, self.sent = GradientState.REDUCING, pending, sent
+        assert self.pending is None
+        self.pending, self.sent = pending, sent
         self.segments = () if total is None else (GradSegment(0, total),)
         self.accumulated, self.squares = accumulated, squares
 
     def wait(self) -> None:
         """Let the compute wait for a reduction under way: REDUCING -> SUMMED, or ACCUMULATING in a group."""
-        if self.state is GradientState.REDUCING:
-            assert self.pending is not None
+        if self.pending is not None:
             self.pending.wait()
             self.pending, self.sent = None, ()
-            self.state = GradientState.SUMMED if self.segments else GradientState.ACCUMULATING
             if self.segments:
                 self.accumulated = None
 
-    def take(self, segments: tuple[GradSegment, ...], pending: Pending | None = None) -> None:
-        """Take gradients that need no sum over data ranks: EMPTY -> SUMMED, or REDUCING until `pending`."""
-        assert self.state is GradientState.EMPTY, self.state
-        self.state = GradientState.SUMMED if pending is None else GradientState.REDUCING
-        self.segments, self.pending = segments, pending
-
     def release(self) -> None:
         """Give the memory back: any state but REDUCING -> EMPTY."""
-        assert self.state is not GradientState.REDUCING
-        self.state, self.accumulated, self.segments, self.squares = GradientState.EMPTY, None, (), None
+        assert self.pending is None
+        self.accumulated, self.segments, self.squares = None, (), None
 
 
 class Residuals(NamedTuple):
@@ -150,6 +145,7 @@ class Encoded(NamedTuple):
 class Unit:
     """Parameters that are gathered together, as this rank holds them."""
 
+    number: int  # among all units, in forward order
     parameters: tuple[nn.Parameter, ...]
     layout: Layout
     plan: WeightPlan

@@ -109,4 +109,4 @@ class ExchangeCounter:
     def count(self, index: int, *, backward: bool) -> None:
         """Count the backward of unit `index`, or its forward, or the repetition of that."""
         if self._exchanges:
-            self._ledger.inside_node(self._exchanges[index][backward] * self._bytes)
+            self._ledger.intra_node += self._exchanges[index][backward] * self._bytes
