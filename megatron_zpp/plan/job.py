@@ -268,7 +268,7 @@ class Job:
     @property
     def returns_squared_norms(self) -> bool:
         """Whether reductions compute the squares for the norm, which then needs no further pass."""
-        return self.sums_gradients and self.communication.returns_squared_norms
+        return self.sums_gradients and not self.communication.quantizes_gradients
 
 
 _PARTS = {"nodes", "local", "context", "tensor", "units", "block", "precision"}  # on which layouts depend

@@ -103,21 +103,13 @@ class CommunicationPlan:
 
     @cached_property
     def quantizes_gradients(self) -> bool:
-        """Whether gradients travel as codes."""
+        """Whether gradients travel as codes. Else the squares for the norm come with the sums."""
         return any(stage.codes for stage in self.gradients)
 
     @cached_property
     def rotates(self) -> bool:
         """Whether the stage between nodes sends rotated gradients."""
         return bool(self.gradients) and isinstance(self.gradients[-1].format, LloydMaxFormat)
-
-    @cached_property
-    def returns_squared_norms(self) -> bool:
-        """Whether the sums of squares for the gradient norm come with the sums, without a pass of their own.
-
-        A pass of quantised reductions, beside the compute, would cost more than one before the step.
-        """
-        return not self.quantizes_gradients
 
     def accumulator_numel(self, layout: Layout) -> int:
         """Elements that this rank accumulates of a unit's gradient, beside what the optimizer takes."""

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,6 @@ from megatron_zpp.zero.step_sums import StepSums, divisor_of, shrink_of
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
 from megatron_zpp.zero.weight_codes import ProductScaling, WeightEncoder
 from megatron_zpp.zero.weights import Weights
-
-if TYPE_CHECKING:
-    from megatron_zpp.zero.optimizer_in_backward import StepInBackward
 
 # (B, T + 1) tokens, whose inputs and targets overlap by T - 1; or the model's arguments, targets second.
 Batch: TypeAlias = Tensor | Sequence[Tensor | None]
@@ -157,7 +154,16 @@ class ZeroEngine:
             modules, self.units, self.plan.reads, self.weights.prefetcher, self._gradients, self._exchanges
         )
         self.loss_scale = LossScale(config.precision, device)
-        self._in_backward = self._step_in_backward() if config.optimizer.optimizer_in_backward else None
+        self._in_backward = None
+        if config.optimizer.optimizer_in_backward:
+            from megatron_zpp.zero.optimizer_in_backward import StepInBackward
+
+            assert not any(weights.bring for weights in plan.weights)  # between ranks
+            assert isinstance(self._optimizer, DeviceOptimizer)
+            prefetcher, clip_grad = self.weights.prefetcher, config.optimizer.clip_grad
+            self._in_backward = StepInBackward(
+                self.units, self._optimizer, self._gradients, prefetcher, clip_grad
+            )
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
         self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
@@ -329,14 +335,6 @@ class ZeroEngine:
         """The inverse of `last_norm`; None, of a run that had none, is as at the start of a run."""
         if self._in_backward is not None:
             self._in_backward.last_norm.fill_(norm or 0.0)
-
-    def _step_in_backward(self) -> "StepInBackward":
-        from megatron_zpp.zero.optimizer_in_backward import StepInBackward
-
-        assert not any(weights.bring for weights in self.plan.weights)  # between ranks
-        assert isinstance(self._optimizer, DeviceOptimizer)
-        prefetcher, clip_grad = self.weights.prefetcher, self._config_of_optimizer.clip_grad
-        return StepInBackward(self.units, self._optimizer, self._gradients, prefetcher, clip_grad)
 
     def _rates(self, learning_rate: float, decoupled_rate: float | None) -> Rates:
         if decoupled_rate is not None and not self._decouples:

@@ -1,6 +1,6 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 
 import torch
@@ -199,11 +199,7 @@ class Gradients:
             dtype = self._plan.gradient_dtype
             if produced[0].itemsize > dtype.itemsize:
                 produced = [gradient.to(dtype) for gradient in produced]
-            sent = segments_of(unit.layout, produced, _SENT_FROM_THERE)
-            if self._plan.accumulates_in_groups and not (only and self._reduction.at_once):
-                self._accumulate_in_group(unit, sent, first=first, last=last)
-            else:
-                self._reduce(unit, sent, add=not first, last=last)
+            self._reduce(unit, segments_of(unit.layout, produced, _SENT_FROM_THERE))
             return
         if first:
             whole = torch.empty(unit.layout.numel, device=unit.full.device)
@@ -219,56 +215,42 @@ class Gradients:
             total = whole if len(unit.owned) == unit.layout.numel else None
             unit.grad.accumulated = None
             del whole  # if a 16-bit copy is sent instead, the reduction's sum can take its memory
-            self._reduce(unit, sent, add=False, last=True, total=total)
+            self._reduce(unit, sent, total)
 
-    def _accumulate_in_group(
-        self, unit: Unit, sent: tuple[GradSegment, ...], *, first: bool, last: bool
-    ) -> None:
-        """Start the stage of every micro-batch, in the last one all: EMPTY or ACCUMULATING -> REDUCING."""
-        reduction = self._reduction
-        accumulated = unit.grad.accumulated
-        if accumulated is None:
-            numel = self._plan.accumulator_numel(unit.layout)
-            accumulated = torch.empty(numel, device=sent[0].flat.device)
-        pending = reduction.accumulate(sent, accumulated, add=not first)
-        if last:
-            self._reduce(unit, sent, add=False, last=True, accumulated=accumulated, before=[pending])
-            return
-        unit.grad.reduce(pending, sent, None, accumulated=accumulated)
-        self._reducing[self._plan.reduction_slots[unit.number]] = unit
+    def _reduce(self, unit: Unit, sent: tuple[GradSegment, ...], total: Tensor | None = None) -> None:
+        """Start the stages that are due, into `total` if it is given: EMPTY or ACCUMULATING -> REDUCING.
 
-    def _reduce(
-        self,
-        unit: Unit,
-        sent: tuple[GradSegment, ...],
-        *,
-        add: bool,
-        last: bool,
-        total: Tensor | None = None,
-        accumulated: Tensor | None = None,
-        before: Sequence[Pending] = (),
-    ) -> None:
-        """Start the sum over ranks, into `total` if it is given: -> REDUCING.
-
-        Adds to what earlier micro-batches left, or begins a new sum. `last`: no other one follows
-        in the step. `accumulated` is summed, if it is given: what the work `before` makes of `sent`.
+        Those of a group add to what it has accumulated in this step. The others run in the last micro-batch,
+        or if none accumulates in each, and add to the sum of earlier ones.
         """
+        plan, reduction, grad, device = self._plan, self._reduction, unit.grad, sent[0].flat.device
+        self._reducing[plan.reduction_slots[unit.number]] = unit
+        begun, accumulated = list[Pending](), None
+        if plan.accumulates_in_groups and not (self._first and self._last and reduction.at_once):
+            accumulated = grad.accumulated
+            if accumulated is None:
+                accumulated = torch.empty(plan.accumulator_numel(unit.layout), device=device)
+            begun.append(reduction.accumulate(sent, accumulated, add=not self._first))
+            if not self._last:
+                grad.reduce(begun[0], sent, None, accumulated=accumulated)
+                return
+        add = bool(grad.segments)
         if add:
             total = unit.gradient
         elif total is None:
-            total = torch.empty(len(unit.owned), device=sent[0].flat.device)
+            total = torch.empty(len(unit.owned), device=device)
         squares, message = None, tuple[GradSegment, ...]()
-        if last and self._plan.returns_squared_norms:
-            squares = torch.empty(unit.layout.shard_numel // SQUARES_BLOCK, device=unit.full.device)
+        if self._last and not plan.quantizes_gradients:
+            # A pass of quantised reductions, beside the compute, would cost more than one before the step.
+            squares = torch.empty(unit.layout.shard_numel // SQUARES_BLOCK, device=device)
         target = self._target(unit, total, squares, add=add)
         if accumulated is None:
-            pending = self._reduction.reduce(sent, target)
+            pending = reduction.reduce(sent, target)
         else:
-            pending = self._reduction.reduce_accumulated(accumulated, target)
-        if last:
+            pending = reduction.reduce_accumulated(accumulated, target)
+        if self._last:
             pending, message = self._to_all(unit, total, pending)
-        unit.grad.reduce(all_of([*before, pending]), sent + message, total, squares, accumulated)
-        self._reducing[self._plan.reduction_slots[unit.number]] = unit
+        grad.reduce(all_of([*begun, pending]), sent + message, total, squares, accumulated)
 
     def _target(self, unit: Unit, total: Tensor, squares: Tensor | None, *, add: bool) -> Target:
         """Where the sum of a unit's shard goes, in a buffer (n,) like `unit.master`."""

@@ -119,7 +119,7 @@ class DeviceOptimizer(Optimizer, Generic[Scalars]):
         first = next(iter(rule.state_names), "")  # all have the same elements, or there are none
         self._changed = [overlap(unit.owned, self.elements(unit, first)) for unit in units]
         self._runs = [self._runs_of(*each) for each in zip(units, self._changed, strict=True)]
-        groups = {run.group for runs in self._runs for run in runs}
+        groups = {group for runs in self._runs for _, group in runs}
         self._rules = {group: rule_of(group.factor) for group in groups}
         self.states = [
             zero_states(unit, rule.state_names, changed, forms)
@@ -136,14 +136,14 @@ class DeviceOptimizer(Optimizer, Generic[Scalars]):
         """None if the rule does not change the parameter."""
         return Group(piece.placement.decoupled, piece.placement.rate_factor)
 
-    def _runs_of(self, unit: Unit, changed: range) -> list["_Run"]:
-        """The runs of a part of this rank's shard; a gap belongs to the run before it."""
+    def _runs_of(self, unit: Unit, changed: range) -> list[tuple[range, "Group"]]:
+        """The runs of one group in a part of this rank's shard; a gap belongs to the run before it."""
         pieces = groupby(unit.layout.pieces_in(changed), self._group_of)
         starts = [(group, next(of_group).at.start) for group, of_group in pieces]
         groups = [group for group, _ in starts] or [Group(decoupled=False, factor=1.0)]  # padding alone
         ends = pairwise([changed.start, *(start for _, start in starts[1:]), changed.stop])
         elements = (range(start - unit.owned.start, stop - unit.owned.start) for start, stop in ends)
-        return [_Run(run, group) for run, group in zip(elements, groups, strict=True) if group is not None]
+        return [(run, group) for run, group in zip(elements, groups, strict=True) if group is not None]
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         self.steps += 1 - found_inf
@@ -175,9 +175,9 @@ class DeviceOptimizer(Optimizer, Generic[Scalars]):
         by_rule = self._rule.writes_gather_source and not (is_message and cut)
         whole = source if by_rule else None
         before = self._changed[index].start - unit.owned.start  # elements of the shard without states
-        for run in runs:
-            for start, flat in segments_inside(gradients, run.elements):
-                part = GradSegment(run.elements.start + start, flat)
+        for run, group in runs:
+            for start, flat in segments_inside(gradients, run):
+                part = GradSegment(run.start + start, flat)
                 here = slice(part.start - before, part.start - before + len(flat))
                 states = [self.states[index][name].part(here) for name in self._rule.state_names]
                 shard = ShardSegment(
@@ -189,7 +189,7 @@ class DeviceOptimizer(Optimizer, Generic[Scalars]):
                     index,
                     unit.owned.start + part.start,
                 )
-                self._rules[run.group].step(shard, flat, self._scalars[run.group])
+                self._rules[group].step(shard, flat, self._scalars[group])
         if source is not None and whole is None:
             self._write(unit, source)
 
@@ -239,13 +239,6 @@ class Group(NamedTuple):
 
     decoupled: bool
     factor: float
-
-
-class _Run(NamedTuple):
-    """Elements of this rank's shard of a unit that are of one group."""
-
-    elements: range
-    group: Group
 
 
 def zero_states(

@@ -103,7 +103,7 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
             sent.append(parts)  # there until they are waited for
             total, add = totals[unit], micro_batch > 0 and plan.every_micro_batch
             shard = total[shards[unit]]
-            found = squares[unit] if plan.returns_squared_norms else None
+            found = None if plan.quantizes_gradients else squares[unit]
             target = Target(shard, add, found, rotation_of(plan, unit, layout))
             if plan.accumulates_in_groups and not (only and reduction.at_once):
                 under_way.append(reduction.accumulate(parts, accumulated[unit], add=micro_batch > 0))
@@ -122,9 +122,7 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
             one.wait()
     sent_bytes = opened.close()
     assert sent_bytes == expected, (case, sent_bytes, expected)
-    for total, shard, found in (
-        zip(totals, shards, squares, strict=True) if plan.returns_squared_norms else ()
-    ):
+    for total, shard, found in () if plan.quantizes_gradients else zip(totals, shards, squares, strict=True):
         its_squares = torch.empty_like(found)
         kernels.sum_squares(total[shard], its_squares)
         any_order = 0 if case.kernels else 2 * 256 * 2**-24  # torch's depends on how many sums there are
