@@ -1,4 +1,4 @@
-"""A communication stream: a communicator, and a queue of collectives that overlap with the compute.
+"""Communication streams, each a communicator and a queue of collectives that overlap with the compute.
 
 Submitted work waits for all compute that was submitted before it, and overlaps with compute that is
 submitted later. On a GPU a communication stream is a CUDA stream; on a CPU it is a thread.
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_zpp.distributed.symmetric_memory import SymmetricMemory, peer_memory
 from megatron_zpp.distributed.tensor_group import all_gather_single
-from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.mesh import Mesh
 
 
@@ -42,6 +41,27 @@ def all_of(pending: Sequence[Pending]) -> Pending:
             one.wait()
 
     return Pending(wait)
+
+
+class TrafficLedger:
+    """Bytes sent since the last `take`: to ranks of this node, and to ranks of other nodes."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._rank, self._near = mesh.rank, set(mesh.ranks(*mesh.inside_node))
+        self.intra_node = self.inter_node = 0
+
+    def count(self, rank: int, nbytes: int) -> None:
+        """Count `nbytes` to a rank; what this rank keeps is not sent."""
+        if rank not in self._near:
+            self.inter_node += nbytes
+        elif rank != self._rank:
+            self.intra_node += nbytes
+
+    def take(self) -> tuple[int, int]:
+        """Return (bytes inside the node, bytes between nodes) since the last call."""
+        taken = self.intra_node, self.inter_node
+        self.intra_node = self.inter_node = 0
+        return taken
 
 
 class CommStream:

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.options import option_error
-from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.comm_stream import CommStream, TrafficLedger
 from megatron_zpp.distributed.spare_multiprocessors import spare_multiprocessors
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.exchange.sums import TORCH_SUMS, largest_over_ranks, sum_over_ranks
 from megatron_zpp.mesh import Mesh

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from megatron_zpp.distributed.comm_stream import TrafficLedger
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.formats import SQUARES_BLOCK
