@@ -208,7 +208,7 @@ class _Patience:
     And for `longer` seconds after that, because a rank that is stuck notices first and can say where.
     """
 
-    def __init__(self, timeout: timedelta, keys: list[str], longer: float) -> None:
+    def __init__(self, timeout: timedelta, keys: list[str], longer: float = 0.0) -> None:
         self._timeout, self._keys = timeout, keys
         self._seconds = timeout.total_seconds() + longer
         self._absent = 0  # the first key that has not been seen

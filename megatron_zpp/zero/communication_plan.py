@@ -97,25 +97,16 @@ class CommunicationPlan:
         return not self.gradients or self.gradients[0].when is When.MICRO_BATCH
 
     @cached_property
-    def accumulates_in_groups(self) -> bool:
-        """Whether the ranks of a group sum every micro-batch, and all ranks once per step."""
-        return accumulating(self.gradients) > 0
-
-    @cached_property
     def quantizes_gradients(self) -> bool:
         """Whether gradients travel as codes. Else the squares for the norm come with the sums."""
         return any(stage.codes for stage in self.gradients)
 
-    @cached_property
-    def rotates(self) -> bool:
-        """Whether the stage between nodes sends rotated gradients."""
-        return bool(self.gradients) and isinstance(self.gradients[-1].format, LloydMaxFormat)
-
     def accumulator_numel(self, layout: Layout) -> int:
         """Elements that this rank accumulates of a unit's gradient, beside what the optimizer takes."""
-        if self.every_micro_batch and not self.accumulates_in_groups:
+        early = accumulating(self.gradients)
+        if self.every_micro_batch and not early:
             return 0
-        cut = axes_of(self.gradients[: accumulating(self.gradients)])  # over which groups have summed
+        cut = axes_of(self.gradients[:early])  # over which groups have summed
         return sum(map(len, layout.ranges(self.mesh, cut)))
 
     def sums_gradients(self, micro_batches: int, *, accepts_16bit: bool) -> bool:

@@ -1,6 +1,7 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.comm_stream import Pending, all_of
 from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation, clear
 from megatron_zpp.exchange.reductions import Target
+from megatron_zpp.exchange.rooms import accumulating
 from megatron_zpp.exchange.route import nbytes
 from megatron_zpp.exchange.segments import GradSegment, segments_inside, segments_of
 from megatron_zpp.ops.formats import SQUARES_BLOCK, LloydMaxFormat
@@ -16,7 +18,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.tensor_parallel import ALONE, ReplicatedSum, TensorShare
+from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare, start_replicated_sum
 
 # A 16-bit gradient of so many elements stays where the backward made it:
 STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
@@ -69,6 +71,8 @@ class Gradients:
         self.order = 0  # follows from the order in which units were sent in this step
         self.unfinished = False  # a backward has begun and has not ended: it runs, or has raised
         self._iteration = 0
+        self._in_groups = accumulating(plan.gradients) > 0  # every micro-batch is summed in a group alone
+        self._rotates = bool(plan.gradients) and isinstance(plan.gradients[-1].format, LloydMaxFormat)
         self._feeds_back = any(unit.residuals for unit in units)
         self._owned_gaps = {unit: unit.layout.gaps_in(unit.owned) for unit in units}
         self._gaps = {unit: unit.layout.gaps_in(unit.plan.shard) for unit in units}
@@ -177,20 +181,18 @@ class Gradients:
             produced.append(parameter.grad)
             parameter.grad = None
         replicated = self._replicated[unit]
-        group, summing = self._share.group, None
+        group, finish_sum = self._share.group, None
         if group is not None and replicated:
-            summing = ReplicatedSum(group, [produced[index] for index in replicated])
+            finish_sum = start_replicated_sum(group, [produced[index] for index in replicated])
         only = first and last
         if only and not self._sums:
-            segments = segments_of(unit.layout, produced, STEPPED_THERE)
-            pending = None
-            if summing is not None:
-                summing.into(segments, unit.layout, replicated)
-                pending = Pending(summing.wait)
-            unit.grad.segments, unit.grad.pending = segments, pending
+            unit.grad.segments = segments_of(unit.layout, produced, STEPPED_THERE)
+            if finish_sum is not None:
+                places = [unit.view_in(unit.grad.segments, index) for index in replicated]
+                unit.grad.pending = Pending(partial(finish_sum, places))
             return
-        if summing is not None:
-            summing.wait()
+        if finish_sum is not None:
+            finish_sum([produced[index] for index in replicated])
         if only or last or self._plan.every_micro_batch:  # it is sent
             self.order = (self.order * _ORDER_FACTOR + unit.number + 1) % _ORDERS
         if reducing := self._reducing.get(self._plan.reduction_slots[unit.number]):
@@ -226,7 +228,7 @@ class Gradients:
         plan, reduction, grad, device = self._plan, self._reduction, unit.grad, sent[0].flat.device
         self._reducing[plan.reduction_slots[unit.number]] = unit
         begun, accumulated = list[Pending](), None
-        if plan.accumulates_in_groups and not (self._first and self._last and reduction.at_once):
+        if self._in_groups and not (self._first and self._last and reduction.at_once):
             accumulated = grad.accumulated
             if accumulated is None:
                 accumulated = torch.empty(plan.accumulator_numel(unit.layout), device=device)
@@ -259,7 +261,7 @@ class Gradients:
             lost = unit.residuals.sent.view(-1, unit.layout.shard_numel)
             feedback = Feedback(lost, self._divisor, self._owned_gaps[unit])
         rotation = None
-        if self._plan.rotates:  # between nodes, otherwise in each step
+        if self._rotates:  # between nodes, otherwise in each step
             signs = Signs(SIGNS_SEED, unit.number, self._iteration)
             rotation = Rotation(signs, self._gaps[unit])
         return Target(total[unit.shard], add, squares, rotation, feedback)

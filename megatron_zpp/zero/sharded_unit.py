@@ -36,7 +36,7 @@ A `Unit` itself never changes. prefetch.py keeps where its weights are (`WeightS
 has come is in `grad`, which gradients.py alone changes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
@@ -46,7 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending
-from megatron_zpp.exchange.segments import GradSegment
+from megatron_zpp.exchange.segments import GradSegment, segments_inside
 from megatron_zpp.placement import Layout, Placement, within
 from megatron_zpp.zero.held_states import WEIGHTS, HeldStates
 from megatron_zpp.zero.read_guard import ReadGuard
@@ -231,6 +231,12 @@ class Unit:
             flat[offset : offset + parameter.numel()].view(parameter.shape)
             for offset, parameter in zip(self.layout.offsets, self.parameters, strict=True)
         ]
+
+    def view_in(self, segments: Iterable[GradSegment], index: int) -> Tensor:
+        """Where `segments` of the unit's whole gradient have that of a parameter."""
+        offset, parameter = self.layout.offsets[index], self.parameters[index]
+        (part,) = segments_inside(segments, range(offset, offset + parameter.numel()))
+        return part.flat.view(parameter.shape)
 
     def fill(self, flat: Tensor, elements: range, whole: Callable[[Placement], Tensor]) -> None:
         """Fill some `elements`, a buffer (n,), with this rank's parts of whole parameters, of any device."""
