@@ -12,7 +12,7 @@ from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.model_states import MOMENTUM
+from megatron_zpp.zero.held_states import MOMENTUM
 from megatron_zpp.zero.optimizer import (
     DeviceOptimizer,
     OffloadedOptimizer,

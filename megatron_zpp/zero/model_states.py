@@ -10,13 +10,12 @@ from torch import Tensor
 from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Placement, overlap, within
-from megatron_zpp.zero.held_states import WEIGHTS, HeldStates
+from megatron_zpp.zero.held_states import MOMENTUM, WEIGHTS, HeldStates
 from megatron_zpp.zero.optimizer import Optimizer
 from megatron_zpp.zero.sharded_unit import Residuals, Unit
 from megatron_zpp.zero.weights import Weights
 
 REFERENCE = "reference"  # as checkpoints name it
-MOMENTUM = "momentum_buffer"  # of the matrices that Muon trains, as torch calls it
 SENT_RESIDUAL, SUM_RESIDUAL = "residual_of_node_", "residual_of_sums"  # see Residuals; the first of each node
 CORRECTIONS, SCALES = "_corrections", "_scales"  # at the end of a name; see `name_beside`
 

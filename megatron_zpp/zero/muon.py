@@ -18,7 +18,7 @@ from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import ALIGNMENT, Piece, overlap
-from megatron_zpp.zero.model_states import MOMENTUM
+from megatron_zpp.zero.held_states import MOMENTUM
 from megatron_zpp.zero.muon_passes import MuonElements, MuonPasses, StepNumbers
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
 from megatron_zpp.zero.optimizer import DeviceOptimizer, Group, Rates, RuleOf, Scalars, Write, zero_states
