@@ -97,16 +97,12 @@ def _unit(
     memory: Callable[[Route, Buffer], Tensor],
     config: EngineConfig,
 ) -> Unit:
-    layout, device = weights.layout, full.device
-    owned, here, kept = weights.owned, weights.kept_elements, None
-    if weights.bring and weights.kept_in_slot:
-        kept = full[here.start : here.stop]
-    elif weights.bring:
-        kept = memory(weights.fill, weights.kept)
-    if not weights.sends_from_target:
-        gather_source = memory(weights.first, weights.gather_source)
-    else:
-        gather_source = full[owned.start : owned.stop] if kept is None else kept[within(owned, here)]
+    layout, device, owned, here = weights.layout, full.device, weights.owned, weights.kept_elements
+    own = {name: memory(*needed) for name, needed in weights.memory.items()}
+    part = full[here.start : here.stop]
+    kept = own.get("kept", part) if weights.bring else None
+    sent = full[owned.start : owned.stop] if kept is None else kept[within(owned, here)]
+    gather_source = own.get("gather_source", sent)
     if config.zero.zero_offload_optimizer:
         master = torch.zeros(len(owned), pin_memory=device.type == "cuda")
     elif gather_source.dtype == torch.float32:
@@ -114,14 +110,9 @@ def _unit(
     else:  # trained master weights may be the gather source and a byte beside each weight
         splits = config.optimizer.splits_weights and not layout.frozen
         master = torch.zeros(len(owned), dtype=torch.uint8 if splits else torch.float32, device=device)
-    differs, encoded = weights.differences is not None, None
-    if layout.coded:
-        encoded = Encoded(owned, master, gather_source)
-    if layout.coded and differs and kept is not None:  # each rank encodes its part of the reference
-        codes = full[here.start : here.stop]
-        if weights.in_turn:
-            codes = memory(weights.fill, Buffer(len(here), torch.uint8))
-        encoded = Encoded(here, kept, codes)
+    encoded = Encoded(owned, master, gather_source) if layout.coded else None
+    if layout.coded and weights.differences is not None:  # each rank encodes its part of the reference
+        encoded = Encoded(here, own["kept"], own.get("codes", part))
     residuals = [torch.zeros(size, dtype=kind, device=device) for size, kind in weights.residuals]
     return Unit(
         number=number,
@@ -133,7 +124,7 @@ def _unit(
         master=master,
         gather_source=gather_source,
         kept=kept,
-        message=memory(weights.bring, weights.message) if differs else None,
+        message=own.get("message"),
         encoded=encoded,
         residuals=Residuals(*residuals) if residuals else None,
         gaps=layout.gaps_in(here),

@@ -145,12 +145,12 @@ class CommunicationPlan:
     def weight_bytes(self) -> int:
         """Bytes of slots, and of what this rank's gathers send where that is not a part of them."""
         slots = {slot: each.slot for slot, each in zip(self.slots, self.weights, strict=True)}
-        return sum(slot.nbytes for slot in slots.values()) + sum(each.own_bytes for each in self.weights)
+        return sum(slot.nbytes for slot in slots.values()) + sum(each.sent_bytes for each in self.weights)
 
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes of secondary shards, or of this rank's parts of the references."""
-        return sum(each.kept.nbytes for each in self.weights)
+        return sum(each.memory["kept"][1].nbytes for each in self.weights if "kept" in each.memory)
 
     @property
     def residual_bytes(self) -> int:
