@@ -47,7 +47,7 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         self._coefficients = coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
         self.state_names = (MOMENTUM, *self.state_names)
         plans = [unit.plan for unit in units]
-        works = rounds([unit.layout for unit in units], len(mesh.ranks(*mesh.inside_node)))
+        works = rounds([unit.layout for unit in units], mesh.node_size)
         share = muon_share(plans, mesh, config.muon_num_ns_steps)
         device = units[0].full.device
         rooms = cycle([torch.empty(share.room, dtype=dtype, device=device) for _ in range(share.rooms)])
