@@ -164,7 +164,7 @@ def _put_parameters(
     for (_, own), placement, parameter in zip(in_order(module), layout.placements, parameters, strict=True):
         for path in paths[id(own)]:
             owner_path, _, leaf = path.rpartition(".")
-            owner = module.get_submodule(owner_path)
+            owner = module_of(module).get_submodule(owner_path)
             guard.put(owner, leaf, parameter, placement.name)
             if isinstance(owner, nn.RNNBase):  # cuDNN's layout would move the weights out of their slot
                 owner.__dict__["flatten_parameters"] = _leave_in_slot

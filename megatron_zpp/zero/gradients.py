@@ -193,7 +193,7 @@ class Gradients:
             return
         if finish_sum is not None:
             finish_sum([produced[index] for index in replicated])
-        if only or last or self._plan.every_micro_batch:  # it is sent
+        if last or self._plan.every_micro_batch:  # it is sent
             self.order = (self.order * _ORDER_FACTOR + unit.number + 1) % _ORDERS
         if reducing := self._reducing.get(self._plan.reduction_slots[unit.number]):
             reducing.grad.wait()  # so that no more than two units of a layout keep what they send
