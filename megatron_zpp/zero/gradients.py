@@ -77,6 +77,7 @@ class Gradients:
         self._owned_gaps = {unit: unit.layout.gaps_in(unit.owned) for unit in units}
         self._gaps = {unit: unit.layout.gaps_in(unit.plan.shard) for unit in units}
         self._whole_gaps = {unit: unit.layout.gaps_in(range(unit.layout.numel)) for unit in units}
+        self._accumulated_numel = [plan.accumulator_numel(unit.layout) for unit in units]
         self._share = share
         self._replicated = {unit: share.replicated(unit.layout) for unit in units}
         self.counted_elsewhere = {  # blocks of squares of a shard that another tensor rank counts
@@ -231,7 +232,7 @@ class Gradients:
         if self._in_groups and not (self._first and self._last and reduction.at_once):
             accumulated = grad.accumulated
             if accumulated is None:
-                accumulated = torch.empty(plan.accumulator_numel(unit.layout), device=device)
+                accumulated = torch.empty(self._accumulated_numel[unit.number], device=device)
             begun.append(reduction.accumulate(sent, accumulated, add=not self._first))
             if not self._last:
                 grad.reduce(begun[0], sent, None, accumulated=accumulated)
