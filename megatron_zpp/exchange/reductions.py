@@ -127,7 +127,7 @@ class Hop:
 class Part(NamedTuple):
     """A chunk of a unit, on its way to `target`: `source` (shards, n) is the input of `hop`.
 
-    None: it is what the nodes exchange. `lanes`: that of the first hop, whose stream it takes, and the hop's.
+    Without a hop the nodes exchange it. `lanes`: that of the first hop, whose stream it takes, and of `hop`.
     """
 
     target: Target
