@@ -181,10 +181,10 @@ def bounded(exchange: Exchange, flag: str, value: object) -> Iterator[None]:
         return
     except Stuck as stuck:
         where = f"rank {exchange.topology.rank} on {platform.node()}: {stuck}"
-        reason = exchange.abandon(where) or where
+        reason = exchange.decide(where) or where
     except Abandoned as abandoned:
         reason = str(abandoned)
     except NoProgress as silence:
-        reason = exchange.abandon(str(silence)) or str(silence)
+        reason = exchange.decide(str(silence)) or str(silence)
     fix = "start again when the storage answers, or raise --distributed-timeout-minutes if it is only slow"
     raise option_error(flag, value, f"{reason}; {fix}")

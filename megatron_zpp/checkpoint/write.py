@@ -78,7 +78,7 @@ def write_checkpoint(
     except Abandoned as abandoned:
         problem = str(abandoned)
     except NoProgress as silence:
-        problem = exchange.abandon(str(silence))
+        problem = exchange.decide(str(silence))
         if problem is None:  # rank 0 has decided to commit, and only the result is missing
             problem = _outcome(exchange)
     if problem and by_rank_0:
@@ -121,7 +121,7 @@ class _Save:
             problem = _no_space(full, partial, self.final, sum(report["size"] for report in reports))
         if not problem:
             _, problem = self.attempt(lambda on_progress: self.may_write())
-        if problem := exchange.abandon(problem) if problem else exchange.commit():
+        if problem := exchange.decide(problem or None):
             return problem
         _, problem = self.attempt(
             lambda on_progress: _commit(partial, self.final, texts, version, reports, on_progress)

@@ -1,4 +1,4 @@
-"""A communication stream: a communicator, and a queue of collectives that overlap with the compute.
+"""Communication streams, each a communicator and a queue of collectives that overlap with the compute.
 
 Submitted work waits for all compute that was submitted before it, and overlaps with compute that is
 submitted later. On a GPU a communication stream is a CUDA stream; on a CPU it is a thread.
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_zpp.distributed.symmetric_memory import SymmetricMemory, peer_memory
 from megatron_zpp.distributed.tensor_group import all_gather_single
-from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.mesh import Mesh
 
 
@@ -42,6 +41,27 @@ def all_of(pending: Sequence[Pending]) -> Pending:
             one.wait()
 
     return Pending(wait)
+
+
+class TrafficLedger:
+    """Bytes sent since the last `take`: to ranks of this node, and to ranks of other nodes."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._rank, self._near = mesh.rank, set(mesh.ranks(*mesh.inside_node))
+        self.intra_node = self.inter_node = 0
+
+    def count(self, rank: int, nbytes: int) -> None:
+        """Count `nbytes` to a rank; what this rank keeps is not sent."""
+        if rank not in self._near:
+            self.inter_node += nbytes
+        elif rank != self._rank:
+            self.intra_node += nbytes
+
+    def take(self) -> tuple[int, int]:
+        """Return (bytes inside the node, bytes between nodes) since the last call."""
+        taken = self.intra_node, self.inter_node
+        self.intra_node = self.inter_node = 0
+        return taken
 
 
 class CommStream:
@@ -139,7 +159,8 @@ class CommStream:
         if self._group is None:
             copy(full, shard)
             return
-        self._ledger.around_the_ring(self.ranks, (len(self.ranks) - 1) * shard.nbytes)
+        others = len(self.ranks) - 1  # all parts go around a ring
+        self._ledger.count(self.ranks[(self.group_rank + 1) % len(self.ranks)], others * shard.nbytes)
         # `wait` blocks the CUDA stream, or the thread.
         all_gather_single(full, shard, group=self._group, async_op=True).wait()
 
@@ -152,7 +173,8 @@ class CommStream:
         if self._group is None:
             copy(received, sent)
             return
-        self._ledger.to_every_peer(self.ranks, sent.nbytes // len(self.ranks))
+        for rank in self.ranks:
+            self._ledger.count(rank, sent.nbytes // len(self.ranks))
         if not self._two_nodes:
             dist.all_to_all_single(received, sent, group=self._group, async_op=True).wait()
             return
@@ -164,7 +186,8 @@ class CommStream:
         """An all-to-all of bytes (n,), so many from each rank and to each rank: `counts`."""
         if self._group is None:
             return
-        self._ledger.to_peers(self.ranks, counts[1])
+        for rank, nbytes in zip(self.ranks, counts[1], strict=True):
+            self._ledger.count(rank, nbytes)
         taken, given = (list(each) for each in counts)
         dist.all_to_all_single(received, sent, taken, given, group=self._group, async_op=True).wait()
 
@@ -176,7 +199,7 @@ class CommStream:
 
     def record_write(self, peer: int, nbytes: int) -> None:
         """Record in the ledger that this rank wrote `nbytes` to the buffer of group rank `peer`."""
-        self._ledger.to_every_peer([self.ranks[peer]], nbytes)
+        self._ledger.count(self.ranks[peer], nbytes)
 
 
 def copy_beside(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> torch.cuda.Event:

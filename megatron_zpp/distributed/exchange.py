@@ -22,7 +22,6 @@ _REPORT_EVERY = 1.0  # seconds, at most, between reports of progress by a rank, 
 _POLL = 0.5  # seconds, at most, between requests for a value that a rank no longer waits for
 _CONNECT = timedelta(seconds=10)  # for a new connection to a store, which may be gone
 _NO_LIMIT = timedelta(days=7)  # of a request that waits; the thread that sent it is never waited for
-_NOTHING = b""  # under a key without a value, which a rank has created to end all waits for it
 
 
 class NoProgress(TimeoutError):
@@ -141,16 +140,11 @@ class Exchange:
             self._reported = now
             self._quick_store().add(self._key(f"progress{COUNTER}"), 1)
 
-    def abandon(self, reason: str) -> str | None:
-        """Abandon the operation for all ranks. Returns the first rank's reason; None after a `commit`."""
-        return self._decide(reason)
+    def decide(self, reason: str | None) -> str | None:
+        """Abandon the operation for a `reason`, or commit it, for all ranks, if none has decided yet.
 
-    def commit(self) -> str | None:
-        """Commit the operation for all ranks. Returns None, or the reason if a rank abandoned it before."""
-        return self._decide(None)
-
-    def _decide(self, reason: str | None) -> str | None:
-        """Return the first decision of any rank: None to commit, else the reason to abandon."""
+        Returns the first decision of any rank: None to commit, else the reason.
+        """
         return json.loads(self._store.compare_set(self._key("decision"), "", json.dumps(reason)))
 
     def _get_all(self, keys: list[str]) -> list[Any]:
@@ -178,7 +172,7 @@ class Exchange:
         """Raises Abandoned if a rank has abandoned the operation, NoProgress if `patience` is at its end."""
         store, keys = self._quick_store(), [self._key("decision"), self._key(f"progress{COUNTER}")]
         if not self._looked:
-            store.compare_set(keys[0], "", _NOTHING.decode())
+            store.compare_set(keys[0], "", "")
             store.add(keys[1], 0)
             self._looked = True
         decision, progress = store.multi_get(keys)
@@ -191,7 +185,7 @@ class Exchange:
         """End this rank's wait for keys, and with it those of all ranks, which then ask again and again."""
         with suppress(dist.DistError):  # the store is gone
             for key in keys:
-                self._quick_store().compare_set(key, "", _NOTHING.decode())
+                self._quick_store().compare_set(key, "", "")  # a key without a value
 
     def _quick_store(self) -> dist.Store:
         """Made when it is needed, since each connection may wait for a name server; raises DistError."""

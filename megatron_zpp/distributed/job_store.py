@@ -114,8 +114,8 @@ class JobStore(dist.Store):
         """The same store with the key of the start in which rank 0 has chosen a random text."""
         return JobStore(self.unsigned, derived(self.key, f"start {salt}"))
 
-    def set(self, key: str, value: str | bytes) -> None:  # type: ignore[override]  # torch: other names
-        """Publish a value; bytes from a PrefixStore around this one."""
+    def set(self, key: str, value: str) -> None:
+        """Publish a value."""
         self.unsigned.set(key, self._signed(key, value))
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
@@ -133,7 +133,7 @@ class JobStore(dist.Store):
             self._checked(key, value) for key, value in zip(keys, self.unsigned.multi_get(keys), strict=True)
         ]
 
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:  # type: ignore[override]
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:  # type: ignore[override]
         """Publish a value where there is none (`expected` is ""), and return the one there. See `get`."""
         assert not expected, "only the first value counts"
         return self._checked(key, self.unsigned.compare_set(key, "", self._signed(key, desired)))
@@ -163,9 +163,8 @@ class JobStore(dist.Store):
         unsigned: Any = self.unsigned  # torch's stubs have no `clone`
         return JobStore(unsigned.clone(), self.key)
 
-    def _signed(self, key: str, value: str | bytes) -> str:
-        text = value if isinstance(value, str) else value.decode()
-        return text and self._code(key, text.encode()) + text
+    def _signed(self, key: str, value: str) -> str:
+        return value and self._code(key, value.encode()) + value
 
     def _checked(self, key: str, stored: bytes) -> bytes:
         if key.endswith(COUNTER):

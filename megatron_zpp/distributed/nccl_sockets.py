@@ -100,8 +100,18 @@ def objection_to(nodes: int, settings: NcclSettings, network: Network, files: in
 def agree(reports: Sequence[Sequence[Any]]) -> SocketChoice:
     """What all ranks do by their RankReports, as JSON has them."""
     of_ranks = list(starmap(RankReport, reports))
-    objection = _first_objection(of_ranks) or _too_few_cores(of_ranks)
-    return SocketChoice(not objection, objection or "NCCL uses TCP and would have one socket")
+    objections = [report.objection for report in of_ranks]
+    for rank, objection in enumerate(objections):  # the first rank's, named where not all say the same
+        if objection:
+            where = f" [rank {rank} on {of_ranks[rank].host}]" if len(set(objections)) > 1 else ""
+            return SocketChoice(False, f"{objection}{where}")
+    cores = cores_of_ranks(of_ranks)
+    rank = min(range(len(cores)), key=cores.__getitem__)
+    if cores[rank] < _LEAST_CORES:
+        where = f"rank {rank} on {of_ranks[rank].host}"
+        fix = f"has {cores[rank]:.3g} cores, and threads for sockets pay from {_LEAST_CORES} on"
+        return SocketChoice(False, f"{where} {fix}")
+    return SocketChoice(True, "NCCL uses TCP and would have one socket")
 
 
 def cores_of_ranks(reports: Sequence[RankReport]) -> list[float]:
@@ -122,23 +132,3 @@ def files_needed(nodes: int) -> int:
     peers = _NEIGHBOURS + nodes - 1
     connections = _DIRECTIONS * _CHANNELS * peers * _COMMUNICATORS
     return connections * (_THREADS * _PER_THREAD + 1) + OTHER_FILES
-
-
-def _first_objection(reports: Sequence[RankReport]) -> str | None:
-    """The first rank's, with its name where not all ranks say the same."""
-    objections = [report.objection for report in reports]
-    rank = next((rank for rank, objection in enumerate(objections) if objection), None)
-    if rank is None:
-        return None
-    if len(set(objections)) == 1:
-        return objections[0]
-    return f"{objections[rank]} [rank {rank} on {reports[rank].host}]"
-
-
-def _too_few_cores(reports: Sequence[RankReport]) -> str | None:
-    cores = cores_of_ranks(reports)
-    rank = min(range(len(cores)), key=cores.__getitem__)
-    if cores[rank] >= _LEAST_CORES:
-        return None
-    where = f"rank {rank} on {reports[rank].host}"
-    return f"{where} has {cores[rank]:.3g} cores, and threads for sockets pay from {_LEAST_CORES} on"

@@ -30,19 +30,6 @@ _HANDSHAKE = 15.0  # seconds for the first answer of a store
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
-@dataclass
-class _Deadline:
-    """The time, on the clock of this process, at which this rank stops waiting for the others."""
-
-    at: float
-    minutes: float  # --distributed-timeout-minutes
-
-    @property
-    def left(self) -> float:
-        """Seconds from now on; at least 1, for a last answer."""
-        return max(1.0, self.at - time.monotonic())
-
-
 def rendezvous(
     topology: Topology,
     environment: Mapping[str, str],
@@ -64,8 +51,7 @@ def rendezvous(
     """
     key = job_key(environment)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    seconds = timeout.total_seconds()
-    deadline = _Deadline(time.monotonic() + seconds, seconds / 60)
+    deadline = time.monotonic() + timeout.total_seconds()
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -79,20 +65,21 @@ def rendezvous(
         reserve_connections(os.getpid(), topology.world_size, say, topology.world_size - 1)
         store, own = _host(address, port, found, topology), str(found[0][4][0])
     else:
-        own = _reach(address, port, topology, deadline.at, say)
-        store = _join(address, port, deadline.at)
+        own = _reach(address, port, topology, deadline, say)
+        store = _join(address, port, deadline)
     store.set_timeout(timeout)
     # The launcher's store outlives a failed attempt: this attempt must not read that attempt's keys.
     attempt = f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    meeting = JobStore(dist.PrefixStore(attempt, store), key)
+    of_job = JobStore(dist.PrefixStore(attempt, store), key)
     rank_address = RankAddress(platform.node(), os.getpid(), own, interface_of(own))
+    meeting = _Meeting(of_job, topology, rank_address, say, deadline, timeout.total_seconds() / 60)
     lifelines = Lifelines(topology, ended)
 
     def join() -> tuple[JobStore, tuple[RankAddress, ...]]:
-        store, listens_at = _meet_rank_0(meeting, topology, rank_address.host, deadline, lifelines)
+        store, listens_at = meeting.meet_rank_0(lifelines)
         lifelines.start(listens_at, address, derived(store.key, "lifelines").hex())
         try:
-            return store, _exchange_addresses(meeting, store, topology, rank_address, deadline, say)
+            return store, meeting.exchange_addresses(store)
         except ValueError as error:
             if topology.rank == 0:
                 _decide(store, str(error))  # unless that is how it was decided
@@ -100,7 +87,7 @@ def rendezvous(
             raise
 
     try:
-        of_start, addresses = _answer(join, lambda: deadline.at + 2 * SAY_AFTER)
+        of_start, addresses = _answer(join, lambda: meeting.deadline + 2 * SAY_AFTER)
     except BaseException as error:
         lifelines.leave()
         if not isinstance(error, TimeoutError):
@@ -111,26 +98,123 @@ def rendezvous(
     return Rendezvous(of_start, rank_address, addresses, lifelines)
 
 
-def _meet_rank_0(
-    meeting: JobStore, topology: Topology, host: str, deadline: _Deadline, lifelines: Lifelines
-) -> tuple[JobStore, int]:
-    """Publish on rank 0, and learn on others, where it listens for lifelines and how long it will wait.
+@dataclass
+class _Meeting:
+    """A rank on its way to the others, which wait for it."""
 
-    Returns the store with the key of this start, for which rank 0 chooses a text, and rank 0's port.
-    The others wait as long as rank 0: those that gave up earlier would be counted as present. What they read
-    are seconds, because the clocks of hosts differ; rank 0 may have fewer left by then.
-    """
-    if topology.rank == 0:
-        port, salt = lifelines.listen(), secrets.token_hex(16)
-        meeting.set("rank_0", json.dumps({"salt": salt, "seconds": deadline.left, "lifelines": port}))
-        return meeting.of_start(salt), port
-    try:
-        rank_0 = _await_rank_0(meeting, "rank_0", topology, host, deadline)
-    except ForeignValue:
-        meeting.set(f"here/{topology.rank}", "null")  # which rank 0 cannot read either, and ends all others
-        raise
-    deadline.at = max(deadline.at, time.monotonic() + rank_0["seconds"])
-    return meeting.of_start(rank_0["salt"]), rank_0["lifelines"]
+    store: JobStore  # with the key that all starts of the job share
+    topology: Topology
+    own: RankAddress
+    say: Callable[[str], None]
+    deadline: float  # on the clock of this process, when it stops waiting for the others
+    minutes: float  # --distributed-timeout-minutes
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline; at least 1, for a last answer."""
+        return max(1.0, self.deadline - time.monotonic())
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of the addresses of all ranks."""
+        return [f"here/{rank}" for rank in range(self.topology.world_size)]
+
+    def meet_rank_0(self, lifelines: Lifelines) -> tuple[JobStore, int]:
+        """Publish on rank 0, and learn on others, where it listens for lifelines and how long it will wait.
+
+        Returns the store with the key of this start, for which rank 0 chooses a text, and rank 0's port.
+        The others wait as long as rank 0: those that gave up earlier would be counted as present. What they
+        read are seconds, because the clocks of hosts differ; rank 0 may have fewer left by then.
+        """
+        if self.topology.rank == 0:
+            port, salt = lifelines.listen(), secrets.token_hex(16)
+            self.store.set("rank_0", json.dumps({"salt": salt, "seconds": self.left, "lifelines": port}))
+            return self.store.of_start(salt), port
+        try:
+            rank_0 = self._await_rank_0(self.store, "rank_0")
+        except ForeignValue:  # rank 0 cannot read this either, and ends all others
+            self.store.set(f"here/{self.topology.rank}", "null")
+            raise
+        self.deadline = max(self.deadline, time.monotonic() + rank_0["seconds"])
+        return self.store.of_start(rank_0["salt"]), rank_0["lifelines"]
+
+    def exchange_addresses(self, store: JobStore) -> tuple[RankAddress, ...]:
+        """Publish this rank's address and wait for all ranks. Rank 0 returns their addresses, others nothing.
+
+        Raises ForeignValue if `store` has the key of an earlier start.
+        """
+        rank, number = self.topology.rank, secrets.token_hex(16)
+        text = json.dumps([number, asdict(self.own)])
+        there = store.compare_set(f"here/{rank}", "", text).decode()
+        if there != text:
+            other = _parse_answer(there)[1]
+            both = " and ".join(f"process {one.process} on {one.host}" for one in (other, self.own))
+            fix = f"is taken by {both}; give every process its own rank"
+            _decide(store, f"RANK {rank}: {fix}")  # unless the ranks have met
+            raise option_error("RANK", rank, fix)
+        if rank > 0:
+            if problem := self._await_rank_0(store, "verdict"):
+                raise ValueError(problem)
+            echo = f"echo/{rank}"
+            if not store.check([echo]) or store.get(echo).decode() != number:
+                raise ForeignValue(
+                    "'rank_0' in the run's store is of an earlier start of the job: another program wrote it "
+                    "again; keep other users from MASTER_PORT"
+                )
+            return ()
+        problem, addresses = self._await_all(store), ()
+        if problem is None:
+            numbers, addresses = zip(*map(_parse_answer, store.multi_get(self.keys)), strict=True)
+            store.multi_set([f"echo/{other}" for other in range(len(numbers))], list(numbers))
+        if problem := _decide(store, problem):
+            raise ValueError(problem)
+        return addresses
+
+    def _await_rank_0(self, store: JobStore, key: str) -> Any:
+        """On ranks other than 0: wait for a value that rank 0 publishes.
+
+        If it does not, this rank gives up, and makes that the verdict: the others, which may have seen this
+        rank, then end too. Raises ValueError with the verdict, unless that is that all ranks are there.
+        """
+        problem = (
+            f"RANK 0: has ended, or did not answer rank {self.topology.rank} on {self.own.host} within "
+            f"--distributed-timeout-minutes {self.minutes:g}; see rank 0's output"
+        )
+        try:
+            store.wait([key], timedelta(seconds=self.left + SAY_AFTER))
+            return _parsed(key, store.get(key))
+        except dist.DistError:
+            pass
+        try:
+            verdict = _decide(store, problem, key if key == "verdict" else _GAVE_UP)
+        except dist.DistError:  # the store has ended, and with it what all ranks share
+            verdict = problem
+        if verdict or key != "verdict":
+            raise ValueError(verdict or problem)
+        return None
+
+    def _await_all(self, store: JobStore) -> str | None:
+        """On rank 0: wait for all. Returns None, or the problem if some are late or claim the same rank."""
+        patience, world_size, who = Backoff(self.say), self.topology.world_size, ""
+        while not store.check(self.keys):  # one request for all ranks
+            for decided, key in ((store, "verdict"), (self.store, _GAVE_UP)):
+                if decided.check([key]):
+                    return _parsed(key, decided.get(key))
+            late = time.monotonic() > self.deadline
+            if late or patience.due:
+                missing = [rank for rank, key in enumerate(self.keys) if not store.check([key])]
+                if not missing:
+                    break
+                nodes = ranges(sorted(set(map(self.topology.mesh().node_of, missing))))
+                ranks = f"rank{'s' * (len(missing) > 1)} {ranges(missing)}"
+                who = f"{ranks} of {world_size} (node {nodes})"
+            if late:
+                return (
+                    f"WORLD_SIZE {world_size}: {who} did not connect within --distributed-timeout-minutes "
+                    f"{self.minutes:g}; start them with the same MASTER_ADDR and MASTER_PORT"
+                )
+            patience.wait(f"waiting for {who}")
+        return None
 
 
 def _answer(ask: Callable[[], _Answer], until: Callable[[], float]) -> _Answer:
@@ -233,47 +317,6 @@ def _join(address: str, port: int, deadline: float) -> dist.Store:
         ) from None
 
 
-def _exchange_addresses(
-    meeting: JobStore,
-    store: JobStore,
-    topology: Topology,
-    rank_address: RankAddress,
-    deadline: _Deadline,
-    say: Callable[[str], None],
-) -> tuple[RankAddress, ...]:
-    """Publish this rank's address and wait for all ranks. Rank 0 returns their addresses, others nothing.
-
-    Raises ForeignValue if `store` has the key of an earlier start.
-    """
-    rank, number = topology.rank, secrets.token_hex(16)
-    text = json.dumps([number, asdict(rank_address)])
-    there = store.compare_set(f"here/{rank}", "", text).decode()
-    if there != text:
-        other = _parse_answer(there)[1]
-        both = " and ".join(f"process {one.process} on {one.host}" for one in (other, rank_address))
-        fix = f"is taken by {both}; give every process its own rank"
-        _decide(store, f"RANK {rank}: {fix}")  # unless the ranks have met
-        raise option_error("RANK", rank, fix)
-    if rank > 0:
-        if problem := _await_rank_0(store, "verdict", topology, rank_address.host, deadline):
-            raise ValueError(problem)
-        echo = f"echo/{rank}"
-        if not store.check([echo]) or store.get(echo).decode() != number:
-            raise ForeignValue(
-                "'rank_0' in the run's store is of an earlier start of the job: another program wrote it "
-                "again; keep other users from MASTER_PORT"
-            )
-        return ()
-    problem, addresses = _await_all(meeting, store, topology, deadline, say), ()
-    if problem is None:
-        answers = store.multi_get(_keys(topology))
-        numbers, addresses = zip(*map(_parse_answer, answers), strict=True)
-        store.multi_set([f"echo/{other}" for other in range(topology.world_size)], list(numbers))
-    if problem := _decide(store, problem):
-        raise ValueError(problem)
-    return addresses
-
-
 def _decide(store: dist.Store, verdict: str | None, key: str = "verdict") -> str | None:
     """Publish how the rendezvous ends: None if all ranks are there, or a problem.
 
@@ -282,30 +325,6 @@ def _decide(store: dist.Store, verdict: str | None, key: str = "verdict") -> str
     if store.check([key]):  # if it is empty, a stranger's, it would be replaced, but others may have read it
         return _parsed(key, store.get(key))
     return _parsed(key, store.compare_set(key, "", json.dumps(verdict)))
-
-
-def _await_rank_0(store: dist.Store, key: str, topology: Topology, host: str, deadline: _Deadline) -> Any:
-    """On ranks other than 0: wait for a value that rank 0 publishes.
-
-    If it does not, this rank gives up, and makes that the verdict: the others, which may have seen this rank,
-    then end too. Raises ValueError with the verdict, unless that is that all ranks are there.
-    """
-    problem = (
-        f"RANK 0: has ended, or did not answer rank {topology.rank} on {host} within "
-        f"--distributed-timeout-minutes {deadline.minutes:g}; see rank 0's output"
-    )
-    try:
-        store.wait([key], timedelta(seconds=deadline.left + SAY_AFTER))
-        return _parsed(key, store.get(key))
-    except dist.DistError:
-        pass
-    try:
-        verdict = _decide(store, problem, key if key == "verdict" else _GAVE_UP)
-    except dist.DistError:  # the store has ended, and with it what all ranks share
-        verdict = problem
-    if verdict or key != "verdict":
-        raise ValueError(verdict or problem)
-    return None
 
 
 def _parsed(key: str, value: str | bytes) -> Any:
@@ -318,39 +337,6 @@ def _parsed(key: str, value: str | bytes) -> Any:
 def _parse_answer(text: str | bytes) -> tuple[str, RankAddress]:
     number, address = _parsed("here", text)
     return number, RankAddress(**address)
-
-
-def _await_all(
-    meeting: JobStore, store: JobStore, topology: Topology, deadline: _Deadline, say: Callable[[str], None]
-) -> str | None:
-    """On rank 0: wait for all ranks. Returns None, or the problem if some are late or claim the same rank."""
-    patience = Backoff(say)
-    keys, who = _keys(topology), ""
-    while not store.check(keys):  # one request for all ranks
-        for decided, key in ((store, "verdict"), (meeting, _GAVE_UP)):
-            if decided.check([key]):
-                return _parsed(key, decided.get(key))
-        late = time.monotonic() > deadline.at
-        if late or patience.due:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            if not missing:
-                break
-            nodes = ranges(sorted(set(map(topology.mesh().node_of, missing))))
-            ranks = f"rank{'s' * (len(missing) > 1)} {ranges(missing)}"
-            who = f"{ranks} of {topology.world_size} (node {nodes})"
-        if late:
-            return (
-                f"WORLD_SIZE {topology.world_size}: {who} did not connect within "
-                f"--distributed-timeout-minutes {deadline.minutes:g}; start them with the same MASTER_ADDR "
-                "and MASTER_PORT"
-            )
-        patience.wait(f"waiting for {who}")
-    return None
-
-
-def _keys(topology: Topology) -> list[str]:
-    """The keys of the addresses of all ranks."""
-    return [f"here/{rank}" for rank in range(topology.world_size)]
 
 
 class Backoff:

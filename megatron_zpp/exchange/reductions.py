@@ -84,13 +84,8 @@ class Hop:
         self.stage, self.ranks, self.place = stage, stage.ranks, mesh.index(*stage.axes)
         runs = layout.ranges(mesh, cut)
         self.rows, self.part = len(runs), sum(map(len, runs)) // layout.shard_numel
-        self._operations = operations
-        self.codec = None
-        self.dtype = torch.uint8  # of what travels
-        if isinstance(stage.format, torch.dtype):
-            self.dtype = stage.format
-        else:
-            self.codec = Codec(stage.format, operations)
+        self._operations, format = operations, stage.format
+        self.codec = None if isinstance(format, torch.dtype) else Codec(format, operations)
 
     def exchange(
         self, lane: Lane, shards: Tensor, rotation: Rotation | None, feedback: Feedback | None = None
@@ -130,12 +125,25 @@ class Hop:
 
 
 class Part(NamedTuple):
-    """A chunk of a unit: `source` (shards, n) is the input of hop `start`; each hop has one of `lanes`."""
+    """A chunk of a unit, on its way to `target`: `source` (shards, n) is the input of `hop`.
 
-    lanes: Sequence[Lane]
-    start: int
+    Without a hop the nodes exchange it. `lanes`: that of the first hop, whose stream it takes, and of `hop`.
+    """
+
+    target: Target
     source: Tensor
+    hop: Hop | None
+    lanes: tuple[Lane, Lane]
     first: int  # the number of the first element that this rank sends to other nodes
+
+    def sum(self, total: Tensor | None = None) -> Tensor:
+        """Sum it inside the node, to a `total` or to memory of its own; (shards, n)."""
+        if self.hop is None:
+            return self.source
+        numel = self.source.shape[1]
+        total = self.lanes[0].exact[: self.hop.part * numel] if total is None else total
+        self.hop.sum(self.lanes[1], self.source, Target(total))
+        return total.view(-1, numel)
 
 
 class Reduction:
@@ -195,7 +203,7 @@ class Reduction:
         numel = len(target.total)
         shards, pending = self._joined(sent, joined, lanes[0].stream, numel)
         sources = [shards[:, chunk.start : chunk.stop] for chunk in self._chunks[numel]]
-        return self._run(lanes, 0, sources, target, pending)
+        return self._run(0, lanes, sources, target, pending)
 
     def accumulate(self, sent: Sequence[GradSegment], accumulated: Tensor, *, add: bool) -> Pending:
         """Run the stage of every micro-batch alone; overwrite the fp32 `accumulated`, or add to it.
@@ -215,7 +223,7 @@ class Reduction:
         """Run the stages of a step on what has been accumulated, which is scratch memory afterwards."""
         (_, lanes), shards, numel = self._next_turn(), self._hops[0].part, len(target.total)
         parts = [accumulated[shards * chunk.start : shards * chunk.stop] for chunk in self._chunks[numel]]
-        return self._run(lanes, 1, [part.view(shards, -1) for part in parts], target, [])
+        return self._run(1, lanes, [part.view(shards, -1) for part in parts], target, [])
 
     def _next_turn(self) -> tuple[Tensor, list[Lane]]:
         self._turns.rotate(-1)
@@ -241,11 +249,12 @@ class Reduction:
         whole = room.view(sent[0].flat.dtype)[:numel]  # from which copy engines can send
         return whole.view(-1, shard_numel), [stream.submit(partial(join, sent, whole))]
 
-    def _submit(self, part: Part, target: Target) -> Pending:
+    def _submit(self, part: Part) -> Pending:
         """Sum a chunk inside the node, and between nodes where there are several."""
-        near, far = part.lanes[0].stream, self._far
+        target, near, far = part.target, part.lanes[0].stream, self._far
         if far is None:
-            return near.submit(partial(self._sum, part, target))
+            assert part.hop is not None
+            return near.submit(partial(part.hop.sum, part.lanes[1], part.source, target))
         self._between.rotate(-1)
         lane, numel = self._between[-1], len(target.total)
         size = nbytes(far.stage.format, numel)
@@ -256,7 +265,7 @@ class Reduction:
 
         def inside() -> None:
             sent_before.wait()
-            self._encode(part, sent, target)
+            self._encode(part, far, sent)
 
         summed = near.submit(inside)
 
@@ -264,7 +273,7 @@ class Reduction:
             summed.wait()
             lane.stream.all_to_all(received.view(-1), sent.view(-1))
             if far.codec is None:
-                arrived = received.view(far.dtype)
+                arrived = received.view(plain(far.stage.format))
                 far.add_up(arrived, target.total, add=target.add, squares=target.squares)
             else:
                 own = part.first + far.place * numel
@@ -273,50 +282,40 @@ class Reduction:
         lane.sending = lane.stream.submit(between)
         return lane.sending
 
-    def _sum(self, part: Part, target: Target | None = None) -> Tensor:
-        """Sum a chunk inside the node: to the target, or to memory of its own; (shards, n)."""
-        source, numel = part.source, part.source.shape[1]
-        for lane, hop in zip(part.lanes[part.start :], self._hops[part.start :], strict=False):  # one at most
-            sums = Target(part.lanes[0].exact[: hop.part * numel]) if target is None else target
-            hop.sum(lane, source, sums)
-            return sums.total.view(-1, numel)
-        return source
-
-    def _encode(self, part: Part, messages: Tensor, target: Target) -> None:
+    def _encode(self, part: Part, far: Hop, messages: Tensor) -> None:
         """Sum a chunk inside the node, and write the sums as the other nodes get them: (nodes, bytes)."""
-        far, first = self._far, self._hops[0]
-        assert far is not None
+        _, _, _, rotation, feedback = part.target
         if far.codec is None:
-            values = messages.view(far.dtype)
-            direct = values.dtype == torch.float32 and part.start < len(self._hops)
-            sums = self._sum(part, Target(values.view(-1)) if direct else None)
+            values = messages.view(plain(far.stage.format))
+            direct = values.dtype == torch.float32 and part.hop is not None
+            sums = part.sum(values.view(-1) if direct else None)
             if not direct:
                 values.copy_(sums.view(values.shape))
-        elif self._fused and part.start == 0:
+        elif self._fused and part.hop is not None:
             assert isinstance(far.stage.format, QuantFormat)
-            received = first.exchange(part.lanes[0], part.source, None)
+            received = part.hop.exchange(part.lanes[0], part.source, None)
             self._operations.sum_quantize(received, messages, far.stage.format)  # never in fp32 memory
-        elif target.feedback is not None:
-            sums = self._sum(part).view(far.ranks, -1)
-            far.codec.encode_with(target.feedback, sums, messages, target.rotation, part.first)
+        elif feedback is not None:
+            far.codec.encode_with(feedback, part.sum().view(far.ranks, -1), messages, rotation, part.first)
         else:
-            far.codec.encode(self._sum(part).view(far.ranks, -1), messages, target.rotation, part.first)
+            far.codec.encode(part.sum().view(far.ranks, -1), messages, rotation, part.first)
 
     def _run(
-        self, lanes: list[Lane], start: int, sources: list[Tensor], target: Target, pending: list[Pending]
+        self, start: int, lanes: list[Lane], sources: list[Tensor], target: Target, pending: list[Pending]
     ) -> Pending:
-        """Run the hops from `start` on, chunk by chunk, after the work that is `pending`.
+        """Run the hops from `start` on, one inside the node at most, after the work that is `pending`.
 
-        Rotated codes are not zero in the gaps between parameters, where sums must be.
+        Chunk by chunk. Rotated codes are not zero in the gaps between parameters, where sums must be.
         """
-        numel = len(target.total)
-        for chunk, source in zip(self._chunks[numel], sources, strict=True):
-            part = Part(lanes, start, source, self._number(numel, chunk))
-            pending.append(self._submit(part, target.chunk(chunk)))
-        total, rotation, feedback = target.total, target.rotation, target.feedback
-        if rotation is None:
-            return all_of(pending)
+        total, _, _, rotation, feedback = target
+        hop = self._hops[start] if start < len(self._hops) else None
+        of_hops = lanes[0], lanes[start] if hop is not None else lanes[0]
+        for chunk, source in zip(self._chunks[len(total)], sources, strict=True):
+            number = self._number(len(total), chunk)
+            pending.append(self._submit(Part(target.chunk(chunk), source, hop, of_hops, number)))
         summed = all_of(pending)
+        if rotation is None:
+            return summed
 
         def clear_gaps() -> None:
             summed.wait()

@@ -250,15 +250,14 @@ def sent(route: Route, layout: Layout, mesh: Mesh, *, count: Collection[int], he
     """
     total, cut = SentBytes(), list[Axis]()
     for at, stage in enumerate(route):
+        peers = _peers(mesh, stage.axes, ring=stage.verb != "reduce")
         if stage.verb == "reduce":
             cut += stage.axes
-            part, near = _reduced_bytes(stage, route, layout, mesh, cut), _near(mesh, stage.axes)
-            moved = SentBytes((near - 1) * part, (stage.ranks - near) * part)
+            part = _reduced_bytes(stage, route, layout, mesh, cut)
         else:
             part = (stage.ranks - 1) * held * nbytes(stage.format, layout.shard_numel)
-            moved = SentBytes(part) if _follower_is_near(mesh, stage.axes) else SentBytes(0, part)
             held *= stage.ranks
-        total += moved if at in count else SentBytes()
+        total += peers * part if at in count else SentBytes()
     return total
 
 
@@ -276,16 +275,13 @@ def _reduced_bytes(stage: Stage, route: Route, layout: Layout, mesh: Mesh, cut: 
 
 
 @cache
-def _near(mesh: Mesh, axes: tuple[Axis, ...]) -> int:
-    """How many ranks of the group over `axes` are on this rank's node."""
-    return sum(mesh.share_a_node((mesh.rank, rank)) for rank in mesh.ranks(*axes))
-
-
-@cache
-def _follower_is_near(mesh: Mesh, axes: tuple[Axis, ...]) -> bool:
-    """Whether the next rank of the ring over `axes` is on this rank's node."""
+def _peers(mesh: Mesh, axes: tuple[Axis, ...], *, ring: bool) -> SentBytes:
+    """A byte to each rank that this one sends to over `axes`: to the next of a ring, or to all others."""
     group = mesh.ranks(*axes)
-    return mesh.share_a_node((mesh.rank, group[(group.index(mesh.rank) + 1) % len(group)]))
+    place = group.index(mesh.rank)
+    others = (*group[place + 1 :], *group[:place])[: 1 if ring else None]
+    near = sum(mesh.share_a_node((mesh.rank, rank)) for rank in others)
+    return SentBytes(near, len(others) - near)
 
 
 def _live(stages: Sequence[Stage]) -> Route:

@@ -25,7 +25,7 @@ from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communi
 from megatron_zpp.zero.reads import Reads, reads_of
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
 from megatron_zpp.zero.weight_plan import WeightPlan
-from megatron_zpp.zero.whole_matrices import Held, MuonShare, muon_share
+from megatron_zpp.zero.whole_matrices import MuonShare, muon_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,13 +139,11 @@ class Job:
     @cached_property
     def muon(self) -> list[MuonShare]:
         """What Muon has and does on each rank of node 0; nothing without Muon."""
-        held = {
-            index: Held(weights.layout, weights.axes)
-            for index, weights in enumerate(self.communication.weights)
-            if weights.layout.hull(of_matrices=True)
-        }
-        ranks, steps = self.mesh.ranks(*self.mesh.inside_node), self.optimizer.muon_num_ns_steps
-        return [muon_share(held, self.mesh.at(rank), steps) for rank in ranks if held]
+        if not any(layout.hull(of_matrices=True) for layout in self.layouts):
+            return []
+        units, steps = self.communication.weights, self.optimizer.muon_num_ns_steps
+        ranks = self.mesh.ranks(*self.mesh.inside_node)
+        return [muon_share(units, self.mesh.at(rank), steps) for rank in ranks]
 
     @property
     def row_moments_sent(self) -> int:
@@ -270,7 +268,7 @@ class Job:
     @property
     def returns_squared_norms(self) -> bool:
         """Whether reductions compute the squares for the norm, which then needs no further pass."""
-        return self.sums_gradients and self.communication.returns_squared_norms
+        return self.sums_gradients and not self.communication.quantizes_gradients
 
 
 _PARTS = {"nodes", "local", "context", "tensor", "units", "block", "precision"}  # on which layouts depend

@@ -12,7 +12,7 @@ from megatron_zpp.ops.adamw import AdamWScalars
 from megatron_zpp.ops.formats import QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.communication import Communication
-from megatron_zpp.zero.model_states import MOMENTUM
+from megatron_zpp.zero.held_states import MOMENTUM
 from megatron_zpp.zero.optimizer import (
     DeviceOptimizer,
     OffloadedOptimizer,
@@ -20,10 +20,10 @@ from megatron_zpp.zero.optimizer import (
     Rates,
     ShardSegment,
     UpdateRule,
+    Write,
     zero_states,
 )
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.weight_codes import GatherSources
 
 MOMENTS: tuple[str, ...] = ("exp_avg", "exp_avg_sq")  # the states of AdamW, as checkpoints name them
 
@@ -34,7 +34,7 @@ def build_optimizer(
     communication: Communication,
     backend: Literal["apex", "torch"],
     operations: Operations | None,
-    sources: GatherSources,
+    write: Write,
     rule: UpdateRule | None = None,
 ) -> Optimizer:
     """The optimizer of `rule`; without one, AdamW of the fused backend, or of torch without `operations`.
@@ -53,7 +53,7 @@ def build_optimizer(
             if placement.decoupled or placement.rate_factor != 1:
                 flag = "--decoupled-lr" if placement.decoupled else "--use-mup"
                 raise option_error(flag, "(given)", "needs --fused-backend torch")
-        return ApexAdamW(config, units, sources)
+        return ApexAdamW(config, units, write)
 
     def rule_of(factor: float) -> UpdateRule:
         if rule is not None:
@@ -61,18 +61,17 @@ def build_optimizer(
         scaled = replace(config, adam_eps=config.adam_eps * factor)
         if operations is None:
             return TorchAdamW(scaled)
-        kernel = CompactAdamW if config.compact else KernelAdamW
-        return kernel(scaled, operations, plan.weight_codes)
+        return KernelAdamW(scaled, operations, plan.weight_codes)
 
     if config.optimizer == "muon":
         from megatron_zpp.zero.muon import MuonOptimizer
 
         assert communication.matrices is not None
         dtype = torch.float32 if plan.made == torch.float32 else torch.bfloat16
-        return MuonOptimizer(config, rule_of, units, sources, plan.mesh, communication.matrices, dtype)
+        return MuonOptimizer(config, rule_of, units, write, plan.mesh, communication.matrices, dtype)
     offloaded = units[0].master.device != units[0].gather_source.device
     forms = {} if rule is not None else config.forms_of_moments
-    return (OffloadedOptimizer if offloaded else DeviceOptimizer)(rule_of, units, sources, forms)
+    return (OffloadedOptimizer if offloaded else DeviceOptimizer)(rule_of, units, write, forms)
 
 
 # The scalars of a step, and the number of the step, which random bits depend on.
@@ -80,10 +79,13 @@ KernelScalars: TypeAlias = tuple[AdamWScalars, Tensor]
 
 
 class KernelAdamW:
-    """AdamW by the project's kernel: one pass over memory, which also writes the gather source."""
+    """AdamW by the project's kernel: one pass over memory, which also writes the gather source.
+
+    On states in fewer bytes (--use-precision-aware-optimizer) the pass rounds the states, and writes 16-bit
+    gather sources; messages are written from the weights.
+    """
 
     state_names = MOMENTS
-    writes_gather_source = True
 
     def __init__(
         self, config: OptimizerConfig, operations: Operations, quant_format: QuantFormat | None = None
@@ -91,6 +93,7 @@ class KernelAdamW:
         """`quant_format` is that of the messages to gather from; None: weights in the compute dtype."""
         self._config, self._operations, self._quant_format = config, operations, quant_format
         self.accepts_16bit_gradients = quant_format is None
+        self.writes_gather_source = quant_format is None or not config.compact
 
     def scalars(
         self, steps: Tensor, learning_rate: float, divisor: Tensor, found_inf: Tensor
@@ -112,42 +115,29 @@ class KernelAdamW:
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: KernelScalars) -> None:
         (exp_avg, exp_avg_sq), gather_source, decayed = shard.states, shard.gather_source, shard.decayed
         states = shard.master, gradient, exp_avg, exp_avg_sq
+        if self._config.compact:
+            from megatron_zpp.ops.state_codes import Rounding  # which few runs need
+
+            exp_avg_scales, exp_avg_sq_scales = shard.scales
+            self._operations.adamw_compact(
+                shard.master,
+                gradient,
+                exp_avg,
+                exp_avg_scales,
+                exp_avg_sq,
+                exp_avg_sq_scales,
+                gather_source,
+                scalars[0],
+                Rounding(scalars[1], shard.unit, shard.first),
+                decayed=decayed,
+            )
+            return
         # A unit of which nothing is sent has weights there, whatever others have.
         if self._quant_format is None or gather_source is None or gather_source.dtype != torch.uint8:
             self._operations.adamw(*states, gather_source, scalars[0], decayed=decayed)
             return
         format = self._quant_format
         self._operations.adamw_quantize(*states, gather_source, format, scalars[0], decayed=decayed)
-
-
-class CompactAdamW(KernelAdamW):
-    """AdamW on states in fewer bytes (--use-precision-aware-optimizer), by the project's kernel.
-
-    One pass, which rounds the states and writes 16-bit gather sources. Messages are written from the weights.
-    """
-
-    def __init__(
-        self, config: OptimizerConfig, operations: Operations, quant_format: QuantFormat | None = None
-    ) -> None:
-        super().__init__(config, operations, quant_format)
-        self.writes_gather_source = quant_format is None
-
-    def step(self, shard: ShardSegment, gradient: Tensor, scalars: KernelScalars) -> None:
-        from megatron_zpp.ops.state_codes import Rounding  # which few runs need
-
-        (exp_avg, exp_avg_sq), (exp_avg_scales, exp_avg_sq_scales) = shard.states, shard.scales
-        self._operations.adamw_compact(
-            shard.master,
-            gradient,
-            exp_avg,
-            exp_avg_scales,
-            exp_avg_sq,
-            exp_avg_sq_scales,
-            shard.gather_source,
-            scalars[0],
-            Rounding(scalars[1], shard.unit, shard.first),
-            decayed=shard.decayed,
-        )
 
 
 TorchAdamWScalars: TypeAlias = tuple[Tensor, float, Tensor, Tensor]  # as `scalars` gets them
@@ -201,10 +191,10 @@ class ApexAdamW(Optimizer):
 
     state_names = MOMENTS
 
-    def __init__(self, config: OptimizerConfig, units: list[Unit], sources: GatherSources) -> None:
+    def __init__(self, config: OptimizerConfig, units: list[Unit], write: Write) -> None:
         from apex.optimizers import FusedAdam
 
-        self._units, self._sources = units, sources
+        self._units, self._write = units, write
         self.states = [zero_states(unit, MOMENTS) for unit in units]
         self.steps = torch.zeros((), device=units[0].master.device)
         groups: list[dict[str, Any]] = [
@@ -220,7 +210,7 @@ class ApexAdamW(Optimizer):
                 if len(weight):
                     self._weights.append((unit, part, weight))
                     group["params"].append(weight)
-                    adam_states[weight] = {name: moments[name][part] for name in MOMENTS}
+                    adam_states[weight] = {name: moments[name].values[part] for name in MOMENTS}
         betas = (config.adam_beta1, config.adam_beta2)
         self._adam = FusedAdam(
             [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=config.adam_eps
@@ -233,7 +223,7 @@ class ApexAdamW(Optimizer):
             self._step(rates[0], divisor)
 
     def update(self, index: int) -> None:
-        self._sources.write(self._units[index])
+        self._write(self._units[index], None)
 
     def _step(self, learning_rate: float, divisor: Tensor) -> None:
         for unit, part, weight in self._weights:

@@ -97,33 +97,16 @@ class CommunicationPlan:
         return not self.gradients or self.gradients[0].when is When.MICRO_BATCH
 
     @cached_property
-    def accumulates_in_groups(self) -> bool:
-        """Whether the ranks of a group sum every micro-batch, and all ranks once per step."""
-        return accumulating(self.gradients) > 0
-
-    @cached_property
     def quantizes_gradients(self) -> bool:
-        """Whether gradients travel as codes."""
+        """Whether gradients travel as codes. Else the squares for the norm come with the sums."""
         return any(stage.codes for stage in self.gradients)
-
-    @cached_property
-    def rotates(self) -> bool:
-        """Whether the stage between nodes sends rotated gradients."""
-        return bool(self.gradients) and isinstance(self.gradients[-1].format, LloydMaxFormat)
-
-    @cached_property
-    def returns_squared_norms(self) -> bool:
-        """Whether the sums of squares for the gradient norm come with the sums, without a pass of their own.
-
-        A pass of quantised reductions, beside the compute, would cost more than one before the step.
-        """
-        return not self.quantizes_gradients
 
     def accumulator_numel(self, layout: Layout) -> int:
         """Elements that this rank accumulates of a unit's gradient, beside what the optimizer takes."""
-        if self.every_micro_batch and not self.accumulates_in_groups:
+        early = accumulating(self.gradients)
+        if self.every_micro_batch and not early:
             return 0
-        cut = axes_of(self.gradients[: accumulating(self.gradients)])  # over which groups have summed
+        cut = axes_of(self.gradients[:early])  # over which groups have summed
         return sum(map(len, layout.ranges(self.mesh, cut)))
 
     def sums_gradients(self, micro_batches: int, *, accepts_16bit: bool) -> bool:
@@ -162,12 +145,12 @@ class CommunicationPlan:
     def weight_bytes(self) -> int:
         """Bytes of slots, and of what this rank's gathers send where that is not a part of them."""
         slots = {slot: each.slot for slot, each in zip(self.slots, self.weights, strict=True)}
-        return sum(slot.nbytes for slot in slots.values()) + sum(each.own_bytes for each in self.weights)
+        return sum(slot.nbytes for slot in slots.values()) + sum(each.sent_bytes for each in self.weights)
 
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes of secondary shards, or of this rank's parts of the references."""
-        return sum(each.kept.nbytes for each in self.weights)
+        return sum(each.memory["kept"][1].nbytes for each in self.weights if "kept" in each.memory)
 
     @property
     def residual_bytes(self) -> int:

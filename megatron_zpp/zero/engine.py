@@ -6,38 +6,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.options import option_error
+from megatron_zpp.distributed.comm_stream import CommStream, TrafficLedger
 from megatron_zpp.distributed.spare_multiprocessors import spare_multiprocessors
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.exchange.sums import TORCH_SUMS, largest_over_ranks, sum_over_ranks
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.adamw import build_optimizer
 from megatron_zpp.zero.buffers import Buffers
-from megatron_zpp.zero.build import Initialize, UnitBuilder, build_communication
+from megatron_zpp.zero.build import Initialize, build_units, layouts_of
+from megatron_zpp.zero.communication import Communication
+from megatron_zpp.zero.communication_plan import plan_communication
 from megatron_zpp.zero.gradients import Gradients
 from megatron_zpp.zero.hooks import register_hooks
 from megatron_zpp.zero.loss_scale import LossScale
 from megatron_zpp.zero.model_states import ModelStates
 from megatron_zpp.zero.optimizer import DeviceOptimizer, Rates, UpdateRule
 from megatron_zpp.zero.prefetch import Phase
-from megatron_zpp.zero.reads import without_inner
+from megatron_zpp.zero.reads import distinct, reads_of, without_inner
 from megatron_zpp.zero.sections import BACKWARD, FORWARD, UNTIMED, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.step_sums import StepSums, divisor_of, shrink_of
 from megatron_zpp.zero.tensor_parallel import ALONE, ExchangeCounter, TensorShare
-from megatron_zpp.zero.weight_codes import GatherSources, ProductScaling, WeightEncoder
+from megatron_zpp.zero.weight_codes import ProductScaling, WeightEncoder
 from megatron_zpp.zero.weights import Weights
-
-if TYPE_CHECKING:
-    from megatron_zpp.zero.optimizer_in_backward import StepInBackward
 
 # (B, T + 1) tokens, whose inputs and targets overlap by T - 1; or the model's arguments, targets second.
 Batch: TypeAlias = Tensor | Sequence[Tensor | None]
@@ -109,39 +108,41 @@ class ZeroEngine:
     ) -> None:
         of_model: Any = model  # which may say what is recomputed
         modules = without_inner(of_model.units() if units is None else units)
+        named = distinct(modules)
         _check_settings(config, mesh, share, operations, device, coded=codes is not None)
         self.model, self.mesh, self.device, self.share = model, mesh, device, share
         self.topology, self.scaling, self.sections = Topology.of(mesh), scaling, sections
         self._config_of_optimizer, self._decouples = config.optimizer, bool(decoupled)
-        self._ledger, sums = TrafficLedger(mesh), operations or TORCH_SUMS
-        self._communication = communication = build_communication(
-            modules,
-            config,
+        self._ledger, sums, copy_engines = TrafficLedger(mesh), operations or TORCH_SUMS, False
+        if device.type == "cuda":  # CPUs have none
+            from megatron_zpp.distributed.copy_engine_trial import choose_copy_engines
+
+            copy_engines = choose_copy_engines(mesh, device, timeout, say)
+        block, coded = max(config.zero.largest_block, share.block), () if codes is None else codes.names
+        self.plan = plan = plan_communication(
+            config.zero,
             mesh,
-            device,
-            self._ledger,
-            recomputed=getattr(of_model, "recomputed_units", list)(),
-            share=share,
-            coded=() if codes is None else codes.names,
-            decoupled=decoupled,
-            rate_factors=rate_factors,
-            matrices=matrices,
-            inside_nodes=inside_nodes,
-            operations=sums,
-            timeout=timeout,
-            say=say,
+            layouts_of(named, mesh, block, share.splits, coded, decoupled, rate_factors, matrices),
+            compute_dtype=getattr(torch, config.precision.compute_dtype(device.type)),
+            reduce_in_bf16=config.precision.grad_reduce_in_bf16,
+            copy_engines=copy_engines,
+            reads=reads_of(modules, getattr(of_model, "recomputed_units", list)()),
+            inside_nodes=[at for at, (name, _) in enumerate(named) if name in inside_nodes],
         )
-        self.plan = communication.plan
-        sources = GatherSources(sums, codes)
-        self.units = UnitBuilder(communication, device, config, sources, codes).build(modules, initialize)
+
+        def stream(ranks: Sequence[int]) -> CommStream:
+            return CommStream(ranks, mesh, device, self._ledger, timeout, copy_engines=plan.copy_engines)
+
+        self._communication = communication = Communication(plan, stream, sums)
+        self.units = build_units(modules, communication, config, device, codes, initialize)
         self.buffers = Buffers(model, initialize, device, mesh, say)
         self._trained = [index for index, unit in enumerate(self.units) if not unit.frozen]
         trained = [self.units[index] for index in self._trained]
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
-        self.weights = Weights(self.units, communication, sections, sources, sums)
+        self.weights = Weights(self.units, communication, sections, codes, sums)
         self._optimizer = build_optimizer(
-            config.optimizer, trained, communication, fused_backend, operations, sources, rule
+            config.optimizer, trained, communication, fused_backend, operations, self.weights.write, rule
         )
         self.states = ModelStates(self.units, self.weights, self._optimizer, mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
@@ -152,7 +153,16 @@ class ZeroEngine:
             modules, self.units, self.plan.reads, self.weights.prefetcher, self._gradients, self._exchanges
         )
         self.loss_scale = LossScale(config.precision, device)
-        self._in_backward = self._step_in_backward() if config.optimizer.optimizer_in_backward else None
+        self._in_backward = None
+        if config.optimizer.optimizer_in_backward:
+            from megatron_zpp.zero.optimizer_in_backward import StepInBackward
+
+            assert not any(weights.bring for weights in plan.weights)  # between ranks
+            assert isinstance(self._optimizer, DeviceOptimizer)
+            prefetcher, clip_grad = self.weights.prefetcher, config.optimizer.clip_grad
+            self._in_backward = StepInBackward(
+                self.units, self._optimizer, self._gradients, prefetcher, clip_grad
+            )
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
         self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
@@ -324,14 +334,6 @@ class ZeroEngine:
         """The inverse of `last_norm`; None, of a run that had none, is as at the start of a run."""
         if self._in_backward is not None:
             self._in_backward.last_norm.fill_(norm or 0.0)
-
-    def _step_in_backward(self) -> "StepInBackward":
-        from megatron_zpp.zero.optimizer_in_backward import StepInBackward
-
-        assert not any(weights.bring for weights in self.plan.weights)  # between ranks
-        assert isinstance(self._optimizer, DeviceOptimizer)
-        prefetcher, clip_grad = self.weights.prefetcher, self._config_of_optimizer.clip_grad
-        return StepInBackward(self.units, self._optimizer, self._gradients, prefetcher, clip_grad)
 
     def _rates(self, learning_rate: float, decoupled_rate: float | None) -> Rates:
         if decoupled_rate is not None and not self._decouples:

@@ -1,6 +1,7 @@
 """Sums gradients over micro-batches and ranks, behind the backward that produces them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.comm_stream import Pending, all_of
 from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation, clear
 from megatron_zpp.exchange.reductions import Target
+from megatron_zpp.exchange.rooms import accumulating
 from megatron_zpp.exchange.route import nbytes
 from megatron_zpp.exchange.segments import GradSegment, segments_inside, segments_of
 from megatron_zpp.ops.formats import SQUARES_BLOCK, LloydMaxFormat
@@ -16,7 +18,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.tensor_parallel import ALONE, ReplicatedSum, TensorShare
+from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare, start_replicated_sum
 
 # A 16-bit gradient of so many elements stays where the backward made it:
 STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
@@ -61,21 +63,21 @@ class Gradients:
         self._units = [unit for unit in units if not unit.frozen]
         self._operations = operations
         self._reduction, self._plan = communication.reduction, plan
-        self._gather_sums = {unit: legs.sums for unit, legs in zip(units, communication.legs, strict=True)}
+        self._legs = communication.legs
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
-        self._slots = dict(zip(units, plan.reduction_slots, strict=True))
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
         self.consume: Callable[[Unit], None] = lambda unit: None
         self._first = self._last = True
         self.order = 0  # follows from the order in which units were sent in this step
         self.unfinished = False  # a backward has begun and has not ended: it runs, or has raised
         self._iteration = 0
-        self._feeds_back = plan.residual_bytes > 0
+        self._in_groups = accumulating(plan.gradients) > 0  # every micro-batch is summed in a group alone
+        self._rotates = bool(plan.gradients) and isinstance(plan.gradients[-1].format, LloydMaxFormat)
+        self._feeds_back = any(unit.residuals for unit in units)
         self._owned_gaps = {unit: unit.layout.gaps_in(unit.owned) for unit in units}
         self._gaps = {unit: unit.layout.gaps_in(unit.plan.shard) for unit in units}
         self._whole_gaps = {unit: unit.layout.gaps_in(range(unit.layout.numel)) for unit in units}
-        self._accumulated_numel = {unit: plan.accumulator_numel(unit.layout) for unit in units}
-        self._numbers = {unit: index for index, unit in enumerate(units)}
+        self._accumulated_numel = [plan.accumulator_numel(unit.layout) for unit in units]
         self._share = share
         self._replicated = {unit: share.replicated(unit.layout) for unit in units}
         self.counted_elsewhere = {  # blocks of squares of a shard that another tensor rank counts
@@ -180,33 +182,27 @@ class Gradients:
             produced.append(parameter.grad)
             parameter.grad = None
         replicated = self._replicated[unit]
-        group, summing = self._share.group, None
+        group, finish_sum = self._share.group, None
         if group is not None and replicated:
-            summing = ReplicatedSum(group, [produced[index] for index in replicated])
+            finish_sum = start_replicated_sum(group, [produced[index] for index in replicated])
         only = first and last
         if only and not self._sums:
-            segments = segments_of(unit.layout, produced, STEPPED_THERE)
-            pending = None
-            if summing is not None:
-                summing.into(segments, unit.layout, replicated)
-                pending = Pending(summing.wait)
-            unit.grad.take(segments, pending)
+            unit.grad.segments = segments_of(unit.layout, produced, STEPPED_THERE)
+            if finish_sum is not None:
+                places = [unit.view_in(unit.grad.segments, index) for index in replicated]
+                unit.grad.pending = Pending(partial(finish_sum, places))
             return
-        if summing is not None:
-            summing.wait()
-        if only or last or self._plan.every_micro_batch:  # it is sent
-            self.order = (self.order * _ORDER_FACTOR + self._numbers[unit] + 1) % _ORDERS
-        if reducing := self._reducing.get(self._slots[unit]):
+        if finish_sum is not None:
+            finish_sum([produced[index] for index in replicated])
+        if last or self._plan.every_micro_batch:  # it is sent
+            self.order = (self.order * _ORDER_FACTOR + unit.number + 1) % _ORDERS
+        if reducing := self._reducing.get(self._plan.reduction_slots[unit.number]):
             reducing.grad.wait()  # so that no more than two units of a layout keep what they send
         if only or self._plan.every_micro_batch:
             dtype = self._plan.gradient_dtype
             if produced[0].itemsize > dtype.itemsize:
                 produced = [gradient.to(dtype) for gradient in produced]
-            sent = segments_of(unit.layout, produced, _SENT_FROM_THERE)
-            if self._plan.accumulates_in_groups and not (only and self._reduction.at_once):
-                self._accumulate_in_group(unit, sent, first=first, last=last)
-            else:
-                self._reduce(unit, sent, add=not first, last=last)
+            self._reduce(unit, segments_of(unit.layout, produced, _SENT_FROM_THERE))
             return
         if first:
             whole = torch.empty(unit.layout.numel, device=unit.full.device)
@@ -216,61 +212,48 @@ class Gradients:
             assert unit.grad.accumulated is not None
             whole = unit.grad.accumulated
             torch._foreach_add_(unit.views(whole), produced)
-        unit.grad.accumulate(whole)
+        unit.grad.accumulated = whole
         if last:
             sent = (GradSegment(0, whole.to(self._plan.gradient_dtype)),)
             total = whole if len(unit.owned) == unit.layout.numel else None
             unit.grad.accumulated = None
             del whole  # if a 16-bit copy is sent instead, the reduction's sum can take its memory
-            self._reduce(unit, sent, add=False, last=True, total=total)
+            self._reduce(unit, sent, total)
 
-    def _accumulate_in_group(
-        self, unit: Unit, sent: tuple[GradSegment, ...], *, first: bool, last: bool
-    ) -> None:
-        """Start the stage of every micro-batch, in the last one all: EMPTY or ACCUMULATING -> REDUCING."""
-        reduction = self._reduction
-        accumulated = unit.grad.accumulated
-        if accumulated is None:
-            accumulated = torch.empty(self._accumulated_numel[unit], device=sent[0].flat.device)
-        pending = reduction.accumulate(sent, accumulated, add=not first)
-        if last:
-            self._reduce(unit, sent, add=False, last=True, accumulated=accumulated, before=[pending])
-            return
-        unit.grad.reduce(pending, sent, None, accumulated=accumulated)
-        self._reducing[self._slots[unit]] = unit
+    def _reduce(self, unit: Unit, sent: tuple[GradSegment, ...], total: Tensor | None = None) -> None:
+        """Start the stages that are due, into `total` if it is given: EMPTY or ACCUMULATING -> REDUCING.
 
-    def _reduce(
-        self,
-        unit: Unit,
-        sent: tuple[GradSegment, ...],
-        *,
-        add: bool,
-        last: bool,
-        total: Tensor | None = None,
-        accumulated: Tensor | None = None,
-        before: Sequence[Pending] = (),
-    ) -> None:
-        """Start the sum over ranks, into `total` if it is given: -> REDUCING.
-
-        Adds to what earlier micro-batches left, or begins a new sum. `last`: no other one follows
-        in the step. `accumulated` is summed, if it is given: what the work `before` makes of `sent`.
+        Those of a group add to what it has accumulated in this step. The others run in the last micro-batch,
+        or if none accumulates in each, and add to the sum of earlier ones.
         """
+        plan, reduction, grad, device = self._plan, self._reduction, unit.grad, sent[0].flat.device
+        self._reducing[plan.reduction_slots[unit.number]] = unit
+        begun, accumulated = list[Pending](), None
+        if self._in_groups and not (self._first and self._last and reduction.at_once):
+            accumulated = grad.accumulated
+            if accumulated is None:
+                accumulated = torch.empty(self._accumulated_numel[unit.number], device=device)
+            begun.append(reduction.accumulate(sent, accumulated, add=not self._first))
+            if not self._last:
+                grad.reduce(begun[0], sent, None, accumulated=accumulated)
+                return
+        add = bool(grad.segments)
         if add:
             total = unit.gradient
         elif total is None:
-            total = torch.empty(len(unit.owned), device=sent[0].flat.device)
+            total = torch.empty(len(unit.owned), device=device)
         squares, message = None, tuple[GradSegment, ...]()
-        if last and self._plan.returns_squared_norms:
-            squares = torch.empty(unit.layout.shard_numel // SQUARES_BLOCK, device=unit.full.device)
+        if self._last and not plan.quantizes_gradients:
+            # A pass of quantised reductions, beside the compute, would cost more than one before the step.
+            squares = torch.empty(unit.layout.shard_numel // SQUARES_BLOCK, device=device)
         target = self._target(unit, total, squares, add=add)
         if accumulated is None:
-            pending = self._reduction.reduce(sent, target)
+            pending = reduction.reduce(sent, target)
         else:
-            pending = self._reduction.reduce_accumulated(accumulated, target)
-        if last:
+            pending = reduction.reduce_accumulated(accumulated, target)
+        if self._last:
             pending, message = self._to_all(unit, total, pending)
-        unit.grad.reduce(all_of([*before, pending]), sent + message, total, squares, accumulated)
-        self._reducing[self._slots[unit]] = unit
+        grad.reduce(all_of([*begun, pending]), sent + message, total, squares, accumulated)
 
     def _target(self, unit: Unit, total: Tensor, squares: Tensor | None, *, add: bool) -> Target:
         """Where the sum of a unit's shard goes, in a buffer (n,) like `unit.master`."""
@@ -279,8 +262,8 @@ class Gradients:
             lost = unit.residuals.sent.view(-1, unit.layout.shard_numel)
             feedback = Feedback(lost, self._divisor, self._owned_gaps[unit])
         rotation = None
-        if self._plan.rotates:  # between nodes, otherwise in each step
-            signs = Signs(SIGNS_SEED, self._numbers[unit], self._iteration)
+        if self._rotates:  # between nodes, otherwise in each step
+            signs = Signs(SIGNS_SEED, unit.number, self._iteration)
             rotation = Rotation(signs, self._gaps[unit])
         return Target(total[unit.shard], add, squares, rotation, feedback)
 
@@ -290,7 +273,7 @@ class Gradients:
         Also returns what that sends, if it is not a part of `total`. Codes are decoded on all ranks alike, on
         the one that has made them too.
         """
-        leg = self._gather_sums[unit]
+        leg = self._legs[unit.number].sums
         if not leg.stages:
             return reduced, ()
         format, shard = leg.stages[0].format, total[unit.shard]
@@ -298,7 +281,7 @@ class Gradients:
             return leg.run(shard, total, after=reduced), ()
         codec, rotation = Codec(format, self._operations), None
         if isinstance(format, LloydMaxFormat):
-            signs = Signs(_SUM_SIGNS_SEED, self._numbers[unit], self._iteration)
+            signs = Signs(_SUM_SIGNS_SEED, unit.number, self._iteration)
             rotation = Rotation(signs, self._owned_gaps[unit])
         message = torch.empty(nbytes(format, len(shard)), dtype=torch.uint8, device=total.device)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 WEIGHTS, SECOND_MOMENT = "weights", "exp_avg_sq"  # as checkpoints name them
+MOMENTUM = "momentum_buffer"  # of the matrices that Muon trains, as torch calls it
 
 
 class HeldStates(NamedTuple):

@@ -10,15 +10,14 @@ from torch import Tensor
 from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Placement, overlap, within
-from megatron_zpp.zero.held_states import WEIGHTS, HeldStates
-from megatron_zpp.zero.optimizer import SCALES, Optimizer
+from megatron_zpp.zero.held_states import MOMENTUM, WEIGHTS, HeldStates
+from megatron_zpp.zero.optimizer import Optimizer
 from megatron_zpp.zero.sharded_unit import Residuals, Unit
 from megatron_zpp.zero.weights import Weights
 
 REFERENCE = "reference"  # as checkpoints name it
-MOMENTUM = "momentum_buffer"  # of the matrices that Muon trains, as torch calls it
 SENT_RESIDUAL, SUM_RESIDUAL = "residual_of_node_", "residual_of_sums"  # see Residuals; the first of each node
-CORRECTIONS = "_corrections"  # at the end of a name; see `name_beside`
+CORRECTIONS, SCALES = "_corrections", "_scales"  # at the end of a name; see `name_beside`
 
 
 def name_beside(kind: str) -> str:
@@ -89,15 +88,35 @@ class ModelStates:
         return tuple(kinds)
 
     def elements(self, kind: str) -> list[range]:
-        """The elements of each unit that have one of `kinds`, on any rank.
+        """The elements of each unit that have one of `kinds`, on any rank."""
+        return [whole for whole, _, _ in self._ranges(kind)]
+
+    def shard_elements(self, kind: str) -> list[range]:
+        """Those of `elements` that are in this rank's shard of each unit.
+
+        At stage 0, where every rank has the whole, that is the shard that it would have at other stages.
+        """
+        return [shard for _, shard, _ in self._ranges(kind)]
+
+    def _ranges(self, kind: str) -> Iterator[tuple[range, range, range]]:
+        """Of each unit: its `elements`, its `shard_elements`, and those that this rank has.
 
         Frozen units have no optimizer states, and Muon has others for matrices than for the rest.
         """
-        if kind in (WEIGHTS, REFERENCE):
-            return [range(unit.layout.numel) for unit in self._units]
-        if is_residual(kind):
-            return [range(unit.layout.numel if unit.residuals else 0) for unit in self._units]
-        return [range(0) if unit.frozen else self._optimizer.elements(unit, kind) for unit in self._units]
+        sent = kind.startswith(SENT_RESIDUAL)
+        absent = sent and self._mesh.rank not in owners_of(kind, self._mesh)
+        for unit in self._units:
+            whole = range(unit.layout.numel)
+            if is_residual(kind) and not unit.residuals:
+                whole = range(0)
+            elif kind not in (WEIGHTS, REFERENCE) and not is_residual(kind):
+                whole = range(0) if unit.frozen else self._optimizer.elements(unit, kind)
+            shard, here = overlap(unit.plan.shard, whole), overlap(unit.owned, whole)
+            if kind == SUM_RESIDUAL:
+                here = shard
+            elif sent:
+                shard = here = range(0) if absent else here
+            yield whole, shard, here
 
     def shards(self, kind: str) -> list[Tensor]:
         """This rank's part fp32 of one of `kinds` for each unit: of `shard_elements`.
@@ -129,27 +148,8 @@ class ModelStates:
 
     def _held_shards(self, kind: str) -> list[HeldStates]:
         """What this rank holds of `shard_elements` of each unit."""
-        parts = zip(self._held(kind), self.shard_elements(kind), self._elements_here(kind), strict=True)
-        return [held.part(within(elements, here)) for held, elements, here in parts]
-
-    def shard_elements(self, kind: str) -> list[range]:
-        """Those of `elements` that are in this rank's shard of each unit.
-
-        At stage 0, where every rank has the whole, that is the shard that it would have at other stages.
-        """
-        wholes = self.elements(kind)
-        if kind.startswith(SENT_RESIDUAL):
-            return self._elements_here(kind)
-        return [overlap(unit.plan.shard, whole) for unit, whole in zip(self._units, wholes, strict=True)]
-
-    def _elements_here(self, kind: str) -> list[range]:
-        """Those of `elements` that this rank has."""
-        wholes = self.elements(kind)
-        if kind == SUM_RESIDUAL:
-            return self.shard_elements(kind)
-        if kind.startswith(SENT_RESIDUAL) and self._mesh.rank not in owners_of(kind, self._mesh):
-            return [range(0)] * len(wholes)
-        return [overlap(unit.owned, whole) for unit, whole in zip(self._units, wholes, strict=True)]
+        parts = zip(self._held(kind), self._ranges(kind), strict=True)
+        return [held.part(within(shard, here)) for held, (_, shard, here) in parts]
 
     def fill(self, kind: str, fill: Callable[[int, range, Tensor], object]) -> None:
         """Load one of `kinds`: `fill(unit, elements, target)` writes a part of a unit's buffer to `target`.
@@ -188,10 +188,8 @@ class ModelStates:
 
         None: no rank has some of the unit.
         """
-        parts = zip(
-            self._units, self.elements(kind), self._elements_here(kind), self._held(kind), strict=True
-        )
-        for index, (unit, whole, here, held) in enumerate(parts):
+        parts = zip(self._units, self._ranges(kind), self._held(kind), strict=True)
+        for index, (unit, (whole, _, here), held) in enumerate(parts):
             self._weights.prefetcher.wait_for_gather_of(index)  # which reads the gather source
             elements = here if whole else None
             if held.is_plain:
@@ -252,7 +250,5 @@ class ModelStates:
                 return [HeldStates(kind, each.returned) for each in tensors]
             here = self._mesh.rank in owners_of(kind, self._mesh)
             return [HeldStates(kind, each.sent if here else nothing) for each in tensors]
-        states, none = iter(self._optimizer.states), dict[str, Tensor]()
-        of_units = [none if unit.frozen else next(states) for unit in self._units]
-        nothing = torch.empty(0)
-        return [HeldStates(kind, each.get(kind, nothing), each.get(kind + SCALES)) for each in of_units]
+        states, none = iter(self._optimizer.states), HeldStates(kind, torch.empty(0))
+        return [none if unit.frozen else next(states).get(kind, none) for unit in self._units]

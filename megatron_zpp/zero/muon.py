@@ -17,15 +17,14 @@ from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import ALIGNMENT, Piece
-from megatron_zpp.zero.model_states import MOMENTUM
-from megatron_zpp.zero.muon_passes import MuonElements, StepNumbers, muon_passes
+from megatron_zpp.placement import ALIGNMENT, Piece, overlap
+from megatron_zpp.zero.held_states import MOMENTUM
+from megatron_zpp.zero.muon_passes import MuonElements, MuonPasses, StepNumbers
 from megatron_zpp.zero.newton_schulz import coefficients, orthogonalize_
-from megatron_zpp.zero.optimizer import DeviceOptimizer, Group, Rates, RuleOf, Scalars, zero_states
+from megatron_zpp.zero.optimizer import DeviceOptimizer, Group, Rates, RuleOf, Scalars, Write, zero_states
 from megatron_zpp.zero.row_moments import RowMoments, by_parameter
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.weight_codes import GatherSources
-from megatron_zpp.zero.whole_matrices import Held, Matrix, Room, Round, matrices_of, muon_share, rounds
+from megatron_zpp.zero.whole_matrices import Matrix, Room, Round, muon_share, rounds
 
 
 class MuonOptimizer(DeviceOptimizer[Scalars]):
@@ -36,24 +35,23 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         config: OptimizerConfig,
         rule_of: RuleOf[Scalars],
         units: list[Unit],
-        sources: GatherSources,
+        write: Write,
         mesh: Mesh,
         stream: CommStream,
         dtype: torch.dtype,
     ) -> None:
         """`rule_of`: of what is no matrix. `stream`: among the ranks of a node. `dtype`: of matmuls."""
-        super().__init__(rule_of, units, sources, config.forms_of_moments)
+        super().__init__(rule_of, units, write, config.forms_of_moments)
         forms = {} if config.exp_avg_dtype == "fp32" else {MOMENTUM: config.exp_avg_dtype}
         self._config, self._stream, self._dtype = config, stream, dtype
         self._coefficients = coefficients(config.muon_coefficient_type, config.muon_num_ns_steps)
         self.state_names = (MOMENTUM, *self.state_names)
-        every = [matrices_of(index, unit.layout) for index, unit in enumerate(units)]
-        held = {index: Held(unit.layout, unit.plan.axes) for index, unit in enumerate(units) if every[index]}
-        works = rounds(every, len(mesh.ranks(*mesh.inside_node)))
-        share = muon_share(held, mesh, config.muon_num_ns_steps)
+        plans = [unit.plan for unit in units]
+        works = rounds([unit.layout for unit in units], mesh.node_size)
+        share = muon_share(plans, mesh, config.muon_num_ns_steps)
         device = units[0].full.device
         rooms = cycle([torch.empty(share.room, dtype=dtype, device=device) for _ in range(share.rooms)])
-        made = [Round(work, held, mesh, Room(room)) for work, room in zip(works, rooms, strict=False)]
+        made = [Round(work, plans, mesh, Room(room)) for work, room in zip(works, rooms, strict=False)]
         self._rounds = {work[0].unit: one for work, one in zip(works, made, strict=True)}
         # What follows in another room can be brought together while a round is worked on.
         self._following = dict(pairwise(made)) if share.rooms > 1 else {}
@@ -62,9 +60,14 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
         if (beta2 := config.muon_row_scaling_beta2) is not None:
             self._row_moments = {one: RowMoments(one, beta2, stream, device) for one in made}
             self.row_moments = by_parameter(self._row_moments.values())
-        states = {index: each.elements(mesh) for index, each in held.items()}
+        states = [overlap(unit.owned, self.elements(unit, MOMENTUM)) for unit in units]
+        passes: type[MuonPasses] = MuonPasses
+        if device.type == "cuda":
+            from megatron_zpp.zero.fused.muon import FusedPasses
+
+            passes = FusedPasses
         self._passes = {
-            index: muon_passes(
+            index: passes(
                 MuonElements(
                     places=places,
                     scales=[self._scale(place.matrix) for place in places],
@@ -79,8 +82,8 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
             for work in self._rounds.values()
             for index, places in work.places.items()
         }
-        for index, (unit, of_unit) in enumerate(zip(units, self.states, strict=True)):
-            of_unit |= zero_states(unit, (MOMENTUM,), states.get(index, range(0)), forms)
+        for unit, of_unit, elements in zip(units, self.states, states, strict=True):
+            of_unit |= zero_states(unit, (MOMENTUM,), elements, forms)
 
     def elements(self, unit: Unit, name: str) -> range:
         matrices = unit.layout.hull(of_matrices=True)
@@ -124,7 +127,7 @@ class MuonOptimizer(DeviceOptimizer[Scalars]):
     def _bring(self, work: Round) -> Pending:
         """Let the momentum of a round's units take in their gradients, and bring its matrices together."""
         for each in work.places:
-            gradients, momentum = self._units[each].grad.segments, self.states[each][MOMENTUM]
+            gradients, momentum = self._units[each].grad.segments, self.states[each][MOMENTUM].values
             self._passes[each].average(gradients, momentum, self._numbers)
         return work.gather(self._stream)
 

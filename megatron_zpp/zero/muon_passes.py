@@ -34,15 +34,6 @@ class StepNumbers(NamedTuple):
     steps: Tensor  # (); the number of the step, for random bits
 
 
-def muon_passes(given: MuonElements) -> "MuonPasses":
-    """Those of the device of the room."""
-    if given.room.is_cuda:
-        from megatron_zpp.zero.fused.muon import FusedPasses
-
-        return FusedPasses(given)
-    return MuonPasses(given)
-
-
 class MuonPasses:
     """The two passes over a unit's elements: in plain torch, which waits for the device."""
 

@@ -16,11 +16,10 @@ from torch import Tensor
 from megatron_zpp.distributed.comm_stream import copy_beside
 from megatron_zpp.exchange.segments import GradSegment, segments_inside
 from megatron_zpp.placement import Piece, overlap
+from megatron_zpp.zero.held_states import HeldStates
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.weight_codes import GatherSources
 
 Scalars = TypeVar("Scalars")
-SCALES = "_scales"  # at the end of the name of a state's scales
 Rates = tuple[float, float]
 
 
@@ -28,11 +27,11 @@ class Optimizer(ABC):
     """Changes the master weights of all units of this rank.
 
     A checkpoint saves `steps` and, beside the master weights of each unit, its `states`: by name, of this
-    rank's part of `elements`, in fp32 or a form of ops/state_codes.py, whose scales have the name + SCALES.
+    rank's part of `elements`.
     """
 
     state_names: tuple[str, ...]
-    states: list[dict[str, Tensor]]
+    states: list[dict[str, HeldStates]]
     steps: Tensor  # (); steps taken so far, skipped ones not included
     accepts_16bit_gradients = False
     row_moments: Mapping[str, Sequence[Tensor]] = MappingProxyType({})  # by parameter: NorMuon's, in parts
@@ -94,29 +93,33 @@ class UpdateRule(Protocol[Scalars]):
 
 
 RuleOf: TypeAlias = Callable[[float], UpdateRule[Scalars]]
+Write: TypeAlias = Callable[[Unit, Tensor | None], None]  # `Weights.write`
 
 
-class _Steps(Optimizer, Generic[Scalars]):
-    """A step of each unit by an elementwise rule: a loop over the runs of one learning rate in its shard."""
+class DeviceOptimizer(Optimizer, Generic[Scalars]):
+    """Steps by an elementwise rule on the device of the gradients, and never waits for it.
+
+    A step of a unit is a loop over the runs of one learning rate in its shard.
+    """
 
     def __init__(
         self,
         rule_of: RuleOf[Scalars],
         units: list[Unit],
-        sources: GatherSources,
+        write: Write,
         forms: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`rule_of` makes the rule of parameters with a factor of learning rate and epsilon.
 
         `forms`: by name, those of states that are not fp32.
         """
-        self._units, self._sources = units, sources
+        self._units, self._write = units, write
         self._rule = rule = rule_of(1.0)
         self.state_names, self.accepts_16bit_gradients = rule.state_names, rule.accepts_16bit_gradients
         first = next(iter(rule.state_names), "")  # all have the same elements, or there are none
         self._changed = [overlap(unit.owned, self.elements(unit, first)) for unit in units]
         self._runs = [self._runs_of(*each) for each in zip(units, self._changed, strict=True)]
-        groups = {run.group for runs in self._runs for run in runs}
+        groups = {group for runs in self._runs for _, group in runs}
         self._rules = {group: rule_of(group.factor) for group in groups}
         self.states = [
             zero_states(unit, rule.state_names, changed, forms)
@@ -133,14 +136,26 @@ class _Steps(Optimizer, Generic[Scalars]):
         """None if the rule does not change the parameter."""
         return Group(piece.placement.decoupled, piece.placement.rate_factor)
 
-    def _runs_of(self, unit: Unit, changed: range) -> list["_Run"]:
-        """The runs of a part of this rank's shard; a gap belongs to the run before it."""
+    def _runs_of(self, unit: Unit, changed: range) -> list[tuple[range, "Group"]]:
+        """The runs of one group in a part of this rank's shard; a gap belongs to the run before it."""
         pieces = groupby(unit.layout.pieces_in(changed), self._group_of)
         starts = [(group, next(of_group).at.start) for group, of_group in pieces]
         groups = [group for group, _ in starts] or [Group(decoupled=False, factor=1.0)]  # padding alone
         ends = pairwise([changed.start, *(start for _, start in starts[1:]), changed.stop])
         elements = (range(start - unit.owned.start, stop - unit.owned.start) for start, stop in ends)
-        return [_Run(run, group) for run, group in zip(elements, groups, strict=True) if group is not None]
+        return [(run, group) for run, group in zip(elements, groups, strict=True) if group is not None]
+
+    def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
+        self.steps += 1 - found_inf
+        self.compute_scalars(rates, divisor, found_inf)
+
+    def update(self, index: int) -> None:
+        unit = self._units[index]
+        coded = unit.layout.coded
+        source = None if unit.gathers_from_master or coded else unit.gather_source
+        self._change(index, unit.grad.segments, source)
+        if coded:
+            self._write(unit, None)
 
     def compute_scalars(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """Let the units that follow in a step have other arguments than `begin_step` got."""
@@ -160,42 +175,26 @@ class _Steps(Optimizer, Generic[Scalars]):
         by_rule = self._rule.writes_gather_source and not (is_message and cut)
         whole = source if by_rule else None
         before = self._changed[index].start - unit.owned.start  # elements of the shard without states
-        for run in runs:
-            for start, flat in segments_inside(gradients, run.elements):
-                part = GradSegment(run.elements.start + start, flat)
-                of_states, states = GradSegment(part.start - before, flat), self.states[index]
-                names = self._rule.state_names
+        for run, group in runs:
+            for start, flat in segments_inside(gradients, run):
+                part = GradSegment(run.start + start, flat)
+                here = slice(part.start - before, part.start - before + len(flat))
+                states = [self.states[index][name].part(here) for name in self._rule.state_names]
                 shard = ShardSegment(
                     part.of(unit.master),
-                    tuple(of_states.of(states[name]) for name in names),
+                    tuple(each.values for each in states),
                     whole if whole is None or is_message else part.of(whole),
                     min(max(unit.decayed - part.start, 0), len(flat)),
-                    tuple(_scales_of(of_states, states.get(name + SCALES)) for name in names),
+                    tuple(each.beside for each in states),
                     index,
                     unit.owned.start + part.start,
                 )
-                self._rules[run.group].step(shard, flat, self._scalars[run.group])
+                self._rules[group].step(shard, flat, self._scalars[group])
         if source is not None and whole is None:
-            self._sources.write(unit, source)
+            self._write(unit, source)
 
 
-class DeviceOptimizer(_Steps[Scalars]):
-    """Steps on the device of the gradients, and never waits for it."""
-
-    def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
-        self.steps += 1 - found_inf
-        self.compute_scalars(rates, divisor, found_inf)
-
-    def update(self, index: int) -> None:
-        unit = self._units[index]
-        coded = unit.layout.coded
-        source = None if unit.gathers_from_master or coded else unit.gather_source
-        self._change(index, unit.grad.segments, source)
-        if coded:
-            self._sources.write(unit)
-
-
-class OffloadedOptimizer(_Steps[Scalars]):
+class OffloadedOptimizer(DeviceOptimizer[Scalars]):
     """Steps on the CPU, which holds the master weights and the states.
 
     Gradients and new weights are copied on a separate stream, so that both copies overlap with the steps of
@@ -229,7 +228,7 @@ class OffloadedOptimizer(_Steps[Scalars]):
             self._arrived[index].synchronize()
             self._change(index, [GradSegment(0, self._gradients[index])], source)
         if unit.layout.coded and not _is_fp32(unit):
-            self._sources.write(unit)  # also if the step is skipped, because scales may have changed
+            self._write(unit, None)  # also if the step is skipped, because scales may have changed
         elif self._scalars:
             new = unit.master if source is None else source
             torch.cuda.current_stream().wait_event(copy_beside(self._stream, unit.gather_source, new))
@@ -242,38 +241,22 @@ class Group(NamedTuple):
     factor: float
 
 
-class _Run(NamedTuple):
-    """Elements of this rank's shard of a unit that are of one group."""
-
-    elements: range
-    group: Group
-
-
 def zero_states(
     unit: Unit,
     names: tuple[str, ...],
     elements: range | None = None,
     forms: Mapping[str, str] = MappingProxyType({}),
-) -> dict[str, Tensor]:
+) -> dict[str, HeldStates]:
     """States of a unit before the first step, by name: of the shard or some `elements`, in `forms`."""
     numel, device = len(unit.owned) if elements is None else len(elements), unit.master.device
-    states = {name: torch.zeros(numel, device=device) for name in names if name not in forms}
+    states = {
+        name: HeldStates(name, torch.zeros(numel, device=device)) for name in names if name not in forms
+    }
     if forms:
         from megatron_zpp.ops.state_codes import zeros
 
-        for name, form in forms.items():
-            states[name], scales = zeros(numel, form, device)
-            states |= {} if scales is None else {name + SCALES: scales}
+        states |= {name: HeldStates(name, *zeros(numel, form, device)) for name, form in forms.items()}
     return states
-
-
-def _scales_of(part: GradSegment, scales: Tensor | None) -> Tensor | None:
-    """The scales of a part of a state, if it has some."""
-    if scales is None:
-        return None
-    from megatron_zpp.ops.state_codes import STATE_BLOCK
-
-    return scales[part.start // STATE_BLOCK : (part.start + len(part.flat)) // STATE_BLOCK]
 
 
 def _pinned_like(tensor: Tensor) -> Tensor:

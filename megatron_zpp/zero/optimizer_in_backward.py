@@ -34,7 +34,6 @@ class StepInBackward:
         self._clip_grad = clip_grad
         trained = [unit for unit in units if not unit.frozen]
         self._numbers = {unit: number for number, unit in enumerate(trained)}  # as the optimizer has them
-        self._indices = {unit: index for index, unit in enumerate(units)}
         device = units[0].full.device
         self.rates: Rates | None = None  # of the next backward
         self._rates: Rates | None = None  # of the newest one, until `end`
@@ -85,7 +84,7 @@ class StepInBackward:
         shrink = shrink_of(torch.maximum(self._norm, self.last_norm), self._clip_grad)
         self._optimizer.compute_scalars(self._rates, self._divisor * shrink, found_inf)
         self._optimizer.update(self._numbers[unit])
-        self._prefetcher.changed(self._indices[unit])  # and gathered at stage 3 when the forward needs it
+        self._prefetcher.changed(unit.number)  # and gathered at stage 3 when the forward needs it
         if self._prefetcher.always_gathered:
             unit.guard.set_readable(False)  # a backward that has yet to read old weights is an error
         unit.grad.release()

@@ -5,6 +5,7 @@ So are places: the modules that read units, in the order of the forward (zero/re
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from megatron_zpp.distributed.comm_stream import Pending
@@ -31,12 +32,12 @@ StartGather = Callable[[int], Pending]  # starts to fill the slot of a unit
 SetReadable = Callable[[int, bool], None]  # the parameters of a unit may be read from now on, or no more
 
 
+@dataclass(eq=False)
 class _Slot:
     """A buffer that holds the whole parameters of one unit at a time."""
 
-    def __init__(self) -> None:
-        self.holder: int | None = None  # the unit whose weights, old or present ones, are here
-        self.pending: Pending | None = None  # the gather under way
+    holder: int | None = None  # the unit whose weights, old or present ones, are here
+    pending: Pending | None = None  # the gather under way
 
 
 class Prefetcher:
@@ -59,12 +60,13 @@ class Prefetcher:
         """The parameters of all units count as readable until `set_readable` is called."""
         self._gather, self._prefetch, self._sections = gather, plan.prefetch, sections
         self._waits_for_kept = [bool(each.bring) for each in plan.weights]
-        self._changed = WeightState.GATHERED if plan.gathers_in_place else WeightState.SHARDED
+        # Whether the optimizer writes weights into slots, which no units share.
+        self.always_gathered = plan.gathers_in_place
+        self._present: set[int] = set()  # else: units whose present weights are in slots, or under way
         slots = {slot: _Slot() for slot in plan.slots}
         self._slots = [slots[slot] for slot in plan.slots]  # of each unit
         self._taken: set[_Slot] = set()  # in this step, by units whose new weights are gathered
         self._full = False  # nothing more is gathered before the forward
-        self._weights = [self._changed for _ in plan.weights]
         self._readable, self._set_readable = [True for _ in plan.weights], set_readable
         for index in range(len(plan.weights)):
             self._allow_reads(index, self.always_gathered)
@@ -84,21 +86,18 @@ class Prefetcher:
         """Start a pass in this direction."""
         self._phase, self._to_recompute, self._recomputed = phase, None, set()
 
-    @property
-    def always_gathered(self) -> bool:
-        """Whether the optimizer writes weights into slots, which no units share."""
-        return self._changed is WeightState.GATHERED
-
     def weights_of(self, index: int) -> WeightState:
         """Where the present weights of a unit are."""
-        return self._weights[index]
+        if not self.always_gathered and index not in self._present:
+            return WeightState.SHARDED
+        return WeightState.GATHERED if self._slots[index].pending is None else WeightState.GATHERING
 
     def changed(self, index: int) -> None:
         """Unit `index` has new weights: any state -> SHARDED.
 
         Where they were written into the slot, there is nothing to gather: any state -> GATHERED.
         """
-        self._weights[index] = self._changed
+        self._present.discard(index)
         self._allow_reads(index, self.always_gathered)
 
     def begin_step(self) -> None:
@@ -163,11 +162,8 @@ class Prefetcher:
         """Let the compute wait for the gather into the slot of unit `index`: GATHERING -> GATHERED."""
         slot = self._slots[index]
         if slot.pending is not None:
-            assert slot.holder is not None
             slot.pending.wait()
             slot.pending = None
-            if self._weights[slot.holder] is WeightState.GATHERING:  # else they changed meanwhile
-                self._weights[slot.holder] = WeightState.GATHERED
 
     def _read(self, order: Sequence[tuple[int, ...]], at: int) -> None:
         """Gather the units that are read now.
@@ -201,12 +197,13 @@ class Prefetcher:
 
     def _start(self, index: int) -> None:
         """SHARDED -> GATHERING; the unit that was in the slot: GATHERING or GATHERED -> SHARDED."""
-        if self._weights[index] is not WeightState.SHARDED:
+        if self.always_gathered or index in self._present:
             return
         slot = self._slots[index]
         self._wait(index)  # a gather whose result was not needed must not end later than this one
         if slot.holder is not None:
-            self._weights[slot.holder] = WeightState.SHARDED
+            self._present.discard(slot.holder)
             self._allow_reads(slot.holder, False)
-        slot.holder, self._weights[index] = index, WeightState.GATHERING
+        slot.holder = index
+        self._present.add(index)
         slot.pending = self._gather(index)

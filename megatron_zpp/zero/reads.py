@@ -74,10 +74,6 @@ class Part:
         """Those of the part."""
         return (parameter for _, parameter in self.named_parameters())
 
-    def get_submodule(self, path: str) -> nn.Module:
-        """That of the module."""
-        return self.module.get_submodule(path)
-
 
 Parameters: TypeAlias = nn.Module | Part  # of a unit
 NamedUnits: TypeAlias = Sequence[tuple[str, Parameters]]  # in forward order

@@ -36,7 +36,7 @@ A `Unit` itself never changes. prefetch.py keeps where its weights are (`WeightS
 has come is in `grad`, which gradients.py alone changes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
@@ -46,7 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.distributed.comm_stream import Pending
-from megatron_zpp.exchange.segments import GradSegment
+from megatron_zpp.exchange.segments import GradSegment, segments_inside
 from megatron_zpp.placement import Layout, Placement, within
 from megatron_zpp.zero.held_states import WEIGHTS, HeldStates
 from megatron_zpp.zero.read_guard import ReadGuard
@@ -73,7 +73,6 @@ class GradientState(Enum):
 class UnitGradient:
     """The gradient of a unit in the present step. gradients.py alone changes it."""
 
-    state: GradientState = GradientState.EMPTY
     arrived: set[int] = field(default_factory=set)  # ids of the parameters with gradients of this backward
     accumulated: Tensor | None = None
     segments: tuple[GradSegment, ...] = ()
@@ -81,10 +80,14 @@ class UnitGradient:
     sent: tuple[GradSegment, ...] = ()
     pending: Pending | None = None
 
-    def accumulate(self, whole: Tensor) -> None:
-        """EMPTY or ACCUMULATING -> ACCUMULATING."""
-        assert self.state in (GradientState.EMPTY, GradientState.ACCUMULATING), self.state
-        self.state, self.accumulated = GradientState.ACCUMULATING, whole
+    @property
+    def state(self) -> GradientState:
+        """How far it has come."""
+        if self.pending is not None:
+            return GradientState.REDUCING
+        if self.segments:
+            return GradientState.SUMMED
+        return GradientState.EMPTY if self.accumulated is None else GradientState.ACCUMULATING
 
     def reduce(
         self,
@@ -98,31 +101,23 @@ class UnitGradient:
 
         Without a `total` it is one in a group alone, into `accumulated`.
         """
-        assert self.state is not GradientState.REDUCING
-        self.state, self.pending, self.sent = GradientState.REDUCING, pending, sent
+        assert self.pending is None
+        self.pending, self.sent = pending, sent
         self.segments = () if total is None else (GradSegment(0, total),)
         self.accumulated, self.squares = accumulated, squares
 
     def wait(self) -> None:
         """Let the compute wait for a reduction under way: REDUCING -> SUMMED, or ACCUMULATING in a group."""
-        if self.state is GradientState.REDUCING:
-            assert self.pending is not None
+        if self.pending is not None:
             self.pending.wait()
             self.pending, self.sent = None, ()
-            self.state = GradientState.SUMMED if self.segments else GradientState.ACCUMULATING
             if self.segments:
                 self.accumulated = None
 
-    def take(self, segments: tuple[GradSegment, ...], pending: Pending | None = None) -> None:
-        """Take gradients that need no sum over data ranks: EMPTY -> SUMMED, or REDUCING until `pending`."""
-        assert self.state is GradientState.EMPTY, self.state
-        self.state = GradientState.SUMMED if pending is None else GradientState.REDUCING
-        self.segments, self.pending = segments, pending
-
     def release(self) -> None:
         """Give the memory back: any state but REDUCING -> EMPTY."""
-        assert self.state is not GradientState.REDUCING
-        self.state, self.accumulated, self.segments, self.squares = GradientState.EMPTY, None, (), None
+        assert self.pending is None
+        self.accumulated, self.segments, self.squares = None, (), None
 
 
 class Residuals(NamedTuple):
@@ -150,6 +145,7 @@ class Encoded(NamedTuple):
 class Unit:
     """Parameters that are gathered together, as this rank holds them."""
 
+    number: int  # among all units, in forward order
     parameters: tuple[nn.Parameter, ...]
     layout: Layout
     plan: WeightPlan
@@ -235,6 +231,12 @@ class Unit:
             flat[offset : offset + parameter.numel()].view(parameter.shape)
             for offset, parameter in zip(self.layout.offsets, self.parameters, strict=True)
         ]
+
+    def view_in(self, segments: Iterable[GradSegment], index: int) -> Tensor:
+        """Where `segments` of the unit's whole gradient have that of a parameter."""
+        offset, parameter = self.layout.offsets[index], self.parameters[index]
+        (part,) = segments_inside(segments, range(offset, offset + parameter.numel()))
+        return part.flat.view(parameter.shape)
 
     def fill(self, flat: Tensor, elements: range, whole: Callable[[Placement], Tensor]) -> None:
         """Fill some `elements`, a buffer (n,), with this rank's parts of whole parameters, of any device."""

@@ -1,14 +1,13 @@
 """What the engine does for a model that tensor ranks share: cut parameters, sum and count replicated ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from megatron_zpp.distributed.comm_stream import TrafficLedger
 from megatron_zpp.distributed.tensor_group import TensorGroup
-from megatron_zpp.distributed.traffic import TrafficLedger
-from megatron_zpp.exchange.segments import GradSegment
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.formats import SQUARES_BLOCK
 from megatron_zpp.placement import Layout, Split, within
@@ -52,29 +51,21 @@ class TensorShare:
         return found
 
 
-class ReplicatedSum:
-    """The sum of a unit's replicated gradients over tensor ranks, under way."""
+def start_replicated_sum(group: TensorGroup, parts: list[Tensor]) -> Callable[[list[Tensor]], None]:
+    """Start to sum the replicated gradients `parts` of a unit over tensor ranks, in fp32.
 
-    def __init__(self, group: TensorGroup, parts: list[Tensor]) -> None:
-        """Start to sum the gradients `parts` over the group, in fp32; the sums go to the same place."""
-        dtype = torch.promote_types(parts[0].dtype, torch.float32)
-        joined = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
-        torch._foreach_copy_(_views(joined, parts), parts)
-        self._group, self._started, self._parts = group, group.start_sum(joined), parts
+    Returns what lets the current stream wait for the sums, and writes them to places of the same shapes,
+    rounded to the gradients' format.
+    """
+    dtype = torch.promote_types(parts[0].dtype, torch.float32)
+    joined = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=parts[0].device)
+    torch._foreach_copy_(_views(joined, parts), parts)
+    started = group.start_sum(joined)
 
-    def into(self, segments: Sequence[GradSegment], layout: Layout, replicated: Sequence[int]) -> None:
-        """Let the sums go to where `segments` of the unit's gradient have the `replicated` parameters."""
-        self._parts = [
-            flat[offset - start : offset - start + part.numel()].view(part.shape)
-            for part, offset in zip(self._parts, (layout.offsets[index] for index in replicated), strict=True)
-            for start, flat in segments
-            if start <= offset < start + len(flat)
-        ]
+    def finish(places: list[Tensor]) -> None:
+        torch._foreach_copy_(places, _views(group.wait(started), places))
 
-    def wait(self) -> None:
-        """Let the current stream wait for the sums, and write them, rounded to the gradients' format."""
-        total = self._group.wait(self._started)
-        torch._foreach_copy_(self._parts, _views(total, self._parts))
+    return finish
 
 
 def _views(joined: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -109,4 +100,4 @@ class ExchangeCounter:
     def count(self, index: int, *, backward: bool) -> None:
         """Count the backward of unit `index`, or its forward, or the repetition of that."""
         if self._exchanges:
-            self._ledger.inside_node(self._exchanges[index][backward] * self._bytes)
+            self._ledger.intra_node += self._exchanges[index][backward] * self._bytes

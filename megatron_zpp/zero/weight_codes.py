@@ -6,18 +6,10 @@ master weights. Where weight differences cross nodes, it encodes its part of the
 have been applied: the ranks that have the same part then write the same codes, and no codes cross nodes.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
-
-from megatron_zpp.distributed.comm_stream import copy
-from megatron_zpp.exchange.sums import largest_over_ranks
-from megatron_zpp.mesh import Mesh
-from megatron_zpp.ops.operations import Operations
-from megatron_zpp.placement import within
-from megatron_zpp.zero.sharded_unit import Unit
 
 
 class WeightEncoder(Protocol):
@@ -66,72 +58,3 @@ class ProductScaling(Protocol):
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
         """The inverse of `state`."""
-
-
-class GatherSources:
-    """Writes what the next gathers send."""
-
-    def __init__(self, operations: Operations, codes: WeightEncoder | None) -> None:
-        """`operations` encode messages, `codes` the weights that are held as codes."""
-        self._operations, self._codes = operations, codes
-
-    def begin_step(self) -> None:
-        """All weights are about to change, and with them their codes."""
-        if self._codes is not None:
-            self._codes.begin()
-
-    def write(self, unit: Unit, room: Tensor | None = None) -> None:
-        """Write the gather source of a unit from its master weights: codes, a message, or its shard.
-
-        Where weight differences are sent, that is what they are computed from, and codes follow later.
-        Weights and messages go to `room` if that is given. Split master weights are the source already.
-        """
-        if unit.is_split:
-            return
-        if unit.encoded is not None and unit.message is None:
-            self.encode(unit)
-            return
-        room = unit.gather_source if room is None else room
-        if (format := unit.plan.codes) is not None:
-            self._operations.quantize(unit.master.to(room.device)[None], room[None], format)
-        else:
-            copy(room, unit.master)
-
-    def replace(self, unit: Unit) -> None:
-        """The same for weights that no step has made; a reference begins with them, in bf16.
-
-        Codes follow when their scales are known, which depend on the weights of all ranks.
-        """
-        if unit.encoded is None or unit.message is not None:
-            self.write(unit)
-        if unit.message is not None:
-            unit.own_kept.copy_(unit.gather_source.bfloat16())
-
-    def encode(self, unit: Unit) -> None:
-        """Write this rank's codes of a unit whose weights are held so, and its other parameters beside."""
-        assert self._codes is not None
-        assert unit.encoded is not None
-        owned, weights, codes = unit.encoded
-        weights = weights.to(codes.device)  # those of an offloaded optimizer are on the CPU
-        for name, part in unit.encoded.parts(unit.layout):
-            self._codes.encode(name, weights[part], codes[part])
-        if unit.layout.wide.start in owned:
-            wide = within(unit.layout.wide, owned)
-            room = codes[wide.start : 2 * wide.stop - wide.start].view(unit.parameters[0].dtype)
-            room.copy_(weights[wide])
-
-    def encode_all(self, units: Sequence[Unit], mesh: Mesh) -> None:
-        """Encode the weights of all coded units: at a start, or after they were loaded.
-
-        Every rank of the job must call it. Without scales of earlier steps each weight is scaled by itself.
-        """
-        assert self._codes is not None
-        coded = [(unit, unit.encoded) for unit in units if unit.encoded is not None]
-        parts = (
-            (name, encoded.weights[part].to(unit.full.device))
-            for unit, encoded in coded
-            for name, part in encoded.parts(unit.layout)
-        )
-        self._codes.start(parts, partial(largest_over_ranks, mesh=mesh))
-        for unit, _ in coded:
-            self.encode(unit)

@@ -89,40 +89,31 @@ class WeightPlan:
         axes = axes_of(self.bring)
         return [self.mesh.at(rank).ranks(*axes)[0] for rank in range(self.mesh.world_size)]
 
-    @property
-    def kept_in_slot(self) -> bool:
-        """Whether these are the unit's own part of the slot, which no other unit overwrites."""
-        return not self.in_turn and self.differences is None
+    @cached_property
+    def memory(self) -> dict[str, tuple[Route, Buffer]]:
+        """Memory of the unit beside its slot, and the leg that sends or fills it.
 
-    @property
-    def kept(self) -> Buffer:
-        """Their memory, where it is not in the slot. A reference is fp32."""
-        numel = 0 if self.kept_in_slot else len(self.kept_elements)
-        return Buffer(numel, self.dtype if self.differences is None else torch.float32)
-
-    @property
-    def sends_from_target(self) -> bool:
-        """Whether what the optimizer writes is a part of what its leg fills, so that no rank has it twice."""
-        if self.differences is not None or self.codes is not None:
-            return False
-        return bool(self.bring) or not self.in_turn
-
-    @property
-    def gather_source(self) -> Buffer:
-        """What the optimizer writes for others: weights, a message, or fp32 weights to subtract from."""
-        numel = len(self.owned)
-        if self.differences is not None:
-            return Buffer(numel, torch.float32)
+        What is `kept` is a part of the slot where no other unit overwrites it; a reference, fp32, never is.
+        The `gather_source` has what the optimizer writes for others: weights, a message, or fp32 weights to
+        subtract a reference from. Weights that travel as they are lie in what their leg fills, so that no
+        rank has them twice. The `message` has weight differences, of any step, and `codes` those of the
+        reference, for `fill` to gather. Every rank must allocate it in this order.
+        """
+        found, numel, kept = dict[str, tuple[Route, Buffer]](), len(self.owned), len(self.kept_elements)
+        if (differs := self.differences) is not None:
+            found["kept"] = self.fill, Buffer(kept, torch.float32)
+            found["gather_source"] = self.first, Buffer(numel, torch.float32)
+            if self.layout.coded and self.in_turn:
+                found["codes"] = self.fill, Buffer(kept, torch.uint8)
+            found["message"] = self.bring, Buffer(nbytes(widest(differs), numel), torch.uint8)
+            return found
+        if self.bring and self.in_turn:
+            found["kept"] = self.fill, Buffer(kept, self.dtype)
         if self.codes is not None:
-            return Buffer(self.codes.message_bytes(numel), torch.uint8)
-        return Buffer(numel, self.dtype)
-
-    @property
-    def message(self) -> Buffer:
-        """Memory for the weight differences that this rank sends, in any step."""
-        format = self.differences
-        numel = 0 if format is None else nbytes(widest(format), len(self.owned))
-        return Buffer(numel, torch.uint8)
+            found["gather_source"] = self.first, Buffer(self.codes.message_bytes(numel), torch.uint8)
+        elif self.in_turn and not self.bring:
+            found["gather_source"] = self.first, Buffer(numel, self.dtype)
+        return found
 
     @property
     def residuals(self) -> tuple[Buffer, ...]:
@@ -140,12 +131,10 @@ class WeightPlan:
         return Buffer(self.layout.numel, self.dtype)
 
     @property
-    def own_bytes(self) -> int:
+    def sent_bytes(self) -> int:
         """Bytes of what is sent of one unit, where that is not a part of other memory."""
-        if self.differences is None:
-            return 0 if self.sends_from_target else self.gather_source.nbytes
-        coded = self.layout.coded and self.in_turn  # codes of the reference, for `fill` to gather
-        return self.message.nbytes + (len(self.kept_elements) if coded else 0)
+        names = ("gather_source",) if self.differences is None else ("message", "codes")
+        return sum(buffer.nbytes for name, (_, buffer) in self.memory.items() if name in names)
 
     @property
     def brought(self) -> SentBytes:

@@ -7,17 +7,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_zpp.distributed.comm_stream import Pending
+from megatron_zpp.distributed.comm_stream import Pending, copy
 from megatron_zpp.exchange.codecs import clear
 from megatron_zpp.exchange.differences import apply, encode
 from megatron_zpp.exchange.route import CodeFormat
+from megatron_zpp.exchange.sums import largest_over_ranks
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.placement import within
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.prefetch import Prefetcher
 from megatron_zpp.zero.sections import Sections
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.weight_codes import GatherSources
+from megatron_zpp.zero.weight_codes import WeightEncoder
 
 
 class Weights:
@@ -31,13 +33,12 @@ class Weights:
         units: list[Unit],
         communication: Communication,
         sections: Sections,
-        sources: GatherSources,
+        codes: WeightEncoder | None,
         operations: Operations,
     ) -> None:
-        """`sources` writes what the gathers send, codes of weights among it."""
+        """`codes` encodes the weights that are held as codes, `operations` messages."""
         self._units, self._legs, self._mesh = units, communication.legs, communication.plan.mesh
-        self._operations = operations
-        self._sources = sources
+        self._operations, self._codes = operations, codes
         self.prefetcher = Prefetcher(
             communication.plan,
             self._fill,
@@ -54,29 +55,58 @@ class Weights:
             self.formats = DifferenceFormats(format, len(units), device)
             blocks = max(unit.layout.shard_numel for unit in units) // format.block
             self._squares = torch.zeros(2 * blocks, device=device)
+        for index in range(len(units)):
+            self.replaced(index)
+
+    def write(self, unit: Unit, room: Tensor | None = None) -> None:
+        """Write the gather source of a unit from its master weights: codes, a message, or its shard.
+
+        Where weight differences are sent, that is what they are computed from, and codes follow later.
+        Weights and messages go to `room` if that is given. Split master weights are the source already.
+        """
+        if unit.is_split:
+            return
+        if unit.encoded is not None and unit.message is None:
+            self._encode(unit)
+            return
+        room = unit.gather_source if room is None else room
+        if (format := unit.plan.codes) is not None:
+            self._operations.quantize(unit.master.to(room.device)[None], room[None], format)
+        else:
+            copy(room, unit.master)
 
     @torch.no_grad()
     def encode_changed(self) -> None:
         """Encode the weights that are held as codes, if they are new: at a start, and after loading.
 
-        Every rank of the job must call it before a pass.
+        Every rank of the job must call it before a pass. Without scales of earlier steps each weight is
+        scaled by itself.
         """
         if self._codes_present:
             return
+        assert self._codes is not None
         for index in self._coded:
             self.prefetcher.wait_for_gather_of(index)  # which reads the gather source
             if self._units[index].message is not None:
                 self._bring(index)
         for index in self._coded:
             self.wait_for_brought(index)
-        self._sources.encode_all(self._units, self._mesh)
+        parts = (
+            (name, encoded.weights[part].to(unit.full.device))
+            for unit in self._units
+            if (encoded := unit.encoded) is not None
+            for name, part in encoded.parts(unit.layout)
+        )
+        self._codes.start(parts, partial(largest_over_ranks, mesh=self._mesh))
         for index in self._coded:
+            self._encode(self._units[index])
             self.prefetcher.changed(index)
         self._codes_present = True
 
     def begin_step(self) -> None:
-        """The optimizer begins to change the weights."""
-        self._sources.begin_step()
+        """The optimizer begins to change the weights, and with them their codes."""
+        if self._codes is not None:
+            self._codes.begin()
         self.prefetcher.begin_step()
 
     def updated(self, index: int, found_inf: Tensor) -> None:
@@ -94,9 +124,17 @@ class Weights:
         self.prefetcher.updated(index)
 
     def replaced(self, index: int) -> None:
-        """The master weights of a unit have been replaced; what its gathers send follows."""
+        """The master weights of a unit have been replaced by those of no step; what its gathers send follows.
+
+        A reference begins with them, in bf16. Codes follow when their scales are known, which depend on the
+        weights of all ranks.
+        """
         self.wait_for_brought(index)
-        self._sources.replace(self._units[index])
+        unit = self._units[index]
+        if unit.encoded is None or unit.message is not None:
+            self.write(unit)
+        if unit.message is not None:
+            unit.own_kept.copy_(unit.gather_source.bfloat16())
         self.reference_replaced(index)
 
     def reference_replaced(self, index: int) -> None:
@@ -194,7 +232,20 @@ class Weights:
         apply(self._operations, messages.view(parts, -1), unit.reference, sent)
         clear(unit.reference, unit.gaps)
         if unit.encoded is not None:
-            self._sources.encode(unit)
+            self._encode(unit)
+
+    def _encode(self, unit: Unit) -> None:
+        """Write this rank's codes of a unit whose weights are held so, and its other parameters beside."""
+        assert self._codes is not None
+        assert unit.encoded is not None
+        owned, weights, codes = unit.encoded
+        weights = weights.to(codes.device)  # those of an offloaded optimizer are on the CPU
+        for name, part in unit.encoded.parts(unit.layout):
+            self._codes.encode(name, weights[part], codes[part])
+        if unit.layout.wide.start in owned:
+            wide = within(unit.layout.wide, owned)
+            room = codes[wide.start : 2 * wide.stop - wide.start].view(unit.parameters[0].dtype)
+            room.copy_(weights[wide])
 
     def _decoding(self, unit: Unit, target: Tensor) -> Callable[[Tensor], None] | None:
         """What decodes the messages of weights, if they travel as codes."""

@@ -10,7 +10,7 @@ or in their matrix if this rank works on it, and used where they arrive.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.distributed.comm_stream import CommStream, Pending
-from megatron_zpp.mesh import Axis, Mesh
-from megatron_zpp.placement import ALIGNMENT, Box, Layout, Placement, overlap
+from megatron_zpp.mesh import Mesh
+from megatron_zpp.placement import ALIGNMENT, Box, Layout, Placement, overlap, within
 from megatron_zpp.zero.newton_schulz import flops, working_numel
+from megatron_zpp.zero.weight_plan import WeightPlan
 
 _IMBALANCE = 1.05  # of the work of a round, at most, while there are more units to add
 _LEAST = 2**26  # elements of a round for each rank, while there are more
@@ -52,39 +53,27 @@ class Part(NamedTuple):
     box: Box  # in the matrix
 
 
-class Held(NamedTuple):
-    """How the states of a unit are cut."""
-
-    layout: Layout
-    axes: tuple[Axis, ...]
-
-    def elements(self, mesh: Mesh) -> range:
-        """What the rank of `mesh` has from the unit's first matrix to its last one."""
-        (owned,) = self.layout.ranges(mesh, self.axes)
-        return overlap(owned, self.layout.hull(of_matrices=True))
-
-    def parts(self, matrix: Matrix, mesh: Mesh) -> Iterator[Part]:
-        """What the rank of `mesh` has of a matrix, in the order of its shard."""
-        for piece in self.layout.pieces(mesh, self.axes):
-            if piece.placement is not matrix.placement:
-                continue
-            for block in piece.blocks(mesh.rank):
-                for here, there in block.parts:
-                    rows = overlap(range(there[0].start, there[0].stop), matrix.rows)
+def parts_of(matrix: Matrix, weights: WeightPlan, mesh: Mesh) -> Iterator[Part]:
+    """What the rank of `mesh` has of a matrix of a unit, in the order of its shard."""
+    for piece in weights.layout.pieces(mesh, weights.axes):
+        if piece.placement is not matrix.placement:
+            continue
+        for block in piece.blocks(mesh.rank):
+            for here, there in block.parts:
+                if rows := overlap(range(there[0].start, there[0].stop), matrix.rows):
                     first = here[0].start + rows.start - there[0].start
                     start = piece.at.start + block.elements.start - piece.elements.start
                     start += first * block.shape[1]
-                    if rows:
-                        elements = range(start, start + len(rows) * block.shape[1])
-                        inside = slice(rows.start - matrix.rows.start, rows.stop - matrix.rows.start)
-                        yield Part(elements, (inside, there[1]))
+                    elements = range(start, start + len(rows) * block.shape[1])
+                    yield Part(elements, (within(rows, matrix.rows), there[1]))
 
-    def senders(self, matrix: Matrix, mesh: Mesh, owner: int) -> list[int]:
-        """The ranks of a node that bring a matrix together at `owner`: one of those with equal parts."""
-        split = () if matrix.placement.split is None else (matrix.placement.split.axis,)
-        alike = [axis for axis in mesh.inside_node if axis not in (*self.axes, *split)]
-        ranks = mesh.ranks(*mesh.inside_node)
-        return [rank for rank in ranks if all(axis.index(rank) == axis.index(owner) for axis in alike)]
+
+def _senders(matrix: Matrix, weights: WeightPlan, mesh: Mesh, owner: int) -> list[int]:
+    """The ranks of a node that bring a matrix together at `owner`: one of those with equal parts."""
+    split = () if matrix.placement.split is None else (matrix.placement.split.axis,)
+    alike = [axis for axis in mesh.inside_node if axis not in (*weights.axes, *split)]
+    ranks = mesh.ranks(*mesh.inside_node)
+    return [rank for rank in ranks if all(axis.index(rank) == axis.index(owner) for axis in alike)]
 
 
 def matrices_of(unit: int, layout: Layout) -> list[Matrix]:
@@ -110,12 +99,12 @@ def balanced(costs: Sequence[int], ranks: int) -> tuple[list[int], float]:
     return places, max(load) * ranks / max(1, sum(load))
 
 
-def rounds(units: Sequence[Sequence[Matrix]], ranks: int) -> list[list[Matrix]]:
+def rounds(layouts: Sequence[Layout], ranks: int) -> list[list[Matrix]]:
     """Matrices that are worked on at the same time: of as few units in a row as balance the ranks."""
     found: list[list[Matrix]] = []
     newest: list[Matrix] = []
-    for matrices in units:
-        newest = newest + list(matrices)
+    for unit, layout in enumerate(layouts):
+        newest = newest + matrices_of(unit, layout)
         costs, numel = [each.cost for each in newest], sum(each.shape[0] * each.shape[1] for each in newest)
         if numel >= _LEAST * ranks and balanced(costs, ranks)[1] <= _IMBALANCE:
             found.append(newest)
@@ -136,20 +125,21 @@ class MuonShare(NamedTuple):
     rows: int  # moments of rows, if there are some
 
 
-def muon_share(held: Mapping[int, Held], mesh: Mesh, steps: int) -> MuonShare:
+def muon_share(units: Sequence[WeightPlan], mesh: Mesh, steps: int) -> MuonShare:
     """That of the rank of `mesh`, with so many steps of Newton-Schulz."""
-    ranks = len(mesh.ranks(*mesh.inside_node))
     made = [
-        Round(work, held, mesh, Room(torch.empty(2**60, dtype=torch.uint8, device="meta")))
-        for work in rounds([matrices_of(unit, each.layout) for unit, each in held.items()], ranks)
+        Round(work, units, mesh, Room(torch.empty(2**60, dtype=torch.uint8, device="meta")))
+        for work in rounds([each.layout for each in units], mesh.node_size)
     ]
+    owned = [each.layout.ranges(mesh, each.axes)[0] for each in units]
+    hulls = [each.layout.hull(of_matrices=True) for each in units]
     return MuonShare(
-        sum(len(each.elements(mesh)) for each in held.values()),
+        sum(map(len, map(overlap, owned, hulls))),
         sum(
             len(batch) * flops(batch.shape[1], batch.shape[2], steps) for one in made for batch in one.batches
         ),
         sum(batch.numel() for one in made for batch in one.batches),
-        2 if len(made) > 1 and ranks > 1 else 1,
+        2 if len(made) > 1 and mesh.node_size > 1 else 1,
         max((one.room.used for one in made), default=0),
         max((working_numel(batch) for one in made for batch in one.batches), default=0),
         sum(one.sent for one in made),
@@ -187,8 +177,10 @@ class Round:
     `batches`: the matrices of the work of this one by shape, each (n, rows, columns).
     """
 
-    def __init__(self, matrices: Sequence[Matrix], held: Mapping[int, Held], mesh: Mesh, room: Room) -> None:
-        """`held`: how the states of each unit are cut."""
+    def __init__(
+        self, matrices: Sequence[Matrix], units: Sequence[WeightPlan], mesh: Mesh, room: Room
+    ) -> None:
+        """`units` say how the states of each are cut."""
         ranks, self.room = mesh.ranks(*mesh.inside_node), room
         places_of_work, _ = balanced([matrix.cost for matrix in matrices], len(ranks))
         owners = [ranks[place] for place in places_of_work]
@@ -196,50 +188,51 @@ class Round:
             _by_shape([matrix for matrix, owner in zip(matrices, owners, strict=True) if owner == rank])
             for rank in ranks
         ]
-        self.batches = _batches(self.matrices[ranks.index(mesh.rank)], room)
+        shapes = Counter(matrix.shape for matrix in self.matrices[ranks.index(mesh.rank)])
+        self.batches = [
+            room.take(count * math.prod(shape)).view(count, *shape) for shape, count in shapes.items()
+        ]
         wholes = {tuple(batch.shape[1:]): iter(batch) for batch in self.batches}
         places = list[Place]()
-        # By other rank: parts of this rank, and views of `batches`; first those that are sent both ways.
-        # Of this rank itself: parts that are no run of elements of their matrix.
-        mine, kept = ({rank: list[tuple[Matrix, range]]() for rank in ranks} for _ in range(2))
-        theirs, copies = ({rank: list[Tensor]() for rank in ranks} for _ in range(2))
+        # Of what is no run of elements of its matrix here: the other rank, whether it is sent both ways or
+        # back alone, and a part of this rank, or a view of `batches`. Both are sorted: first what stays.
+        gives, takes = list[tuple[int, bool, Matrix, range]](), list[tuple[int, bool, Tensor]]()
         for matrix, owner in zip(matrices, owners, strict=True):
-            unit = held[matrix.unit]
-            senders = unit.senders(matrix, mesh, owner)
+            unit = units[matrix.unit]
+            senders = _senders(matrix, unit, mesh, owner)
             whole = next(wholes[matrix.shape]) if owner == mesh.rank else None
             for rank in ranks if owner == mesh.rank else (mesh.rank,):
-                for part in unit.parts(matrix, mesh.at(rank)):
+                for part in parts_of(matrix, unit, mesh.at(rank)):
                     view = None if whole is None else whole[part.box]
                     if rank == mesh.rank and view is not None and view.is_contiguous():
                         places.append(Place(matrix, part.elements, _start(view), _start(view)))
                         continue
                     if view is not None:
-                        (theirs if rank in senders else copies)[rank].append(view)
+                        takes.append((rank, rank in senders, view))
                     if rank == mesh.rank:
-                        (mine if rank in senders else kept)[owner].append((matrix, part.elements))
-        order = [mesh.rank, *(rank for rank in ranks if rank != mesh.rank)]
-        parts = {rank: mine[rank] + kept[rank] for rank in order}
-        views = {rank: theirs[rank] + copies[rank] for rank in order}
+                        gives.append((owner, rank in senders, matrix, part.elements))
+        gives.sort(key=lambda each: (each[0] != mesh.rank, each[0], not each[1]))
+        takes.sort(key=lambda each: (each[0] != mesh.rank, each[0], not each[1]))
+        others = [(rank, both, view) for rank, both, view in takes if rank != mesh.rank]
         # The memory of what is sent there has what comes back, and the other way around.
-        ours = room.take(sum(len(elements) for rank in order for _, elements in parts[rank]))
-        others = room.take(sum(view.numel() for rank in order[1:] for view in views[rank]))
-        leaving = _Cut(ours, order, {rank: [len(elements) for _, elements in mine[rank]] for rank in order})
-        returned = _Cut(ours, order, {rank: [len(elements) for _, elements in parts[rank]] for rank in order})
-        arrived = _Cut(others, order, {rank: [view.numel() for view in theirs[rank]] for rank in order[1:]})
-        replies = _Cut(others, order, {rank: [view.numel() for view in views[rank]] for rank in order[1:]})
+        ours = room.take(sum(len(elements) for *_, elements in gives))
+        theirs = room.take(sum(view.numel() for *_, view in others))
+        leaving = _Cut(ours, [(rank, len(elements)) for rank, both, _, elements in gives if both], mesh)
+        returned = _Cut(ours, [(rank, len(elements)) for rank, *_, elements in gives], mesh)
+        arrived = _Cut(theirs, [(rank, view.numel()) for rank, both, view in others if both], mesh)
+        replies = _Cut(theirs, [(rank, view.numel()) for rank, _, view in others], mesh)
         self._there, self._back = (leaving, arrived), (replies, returned)
-        arrived.parts[mesh.rank] = replies.parts[mesh.rank] = leaving.parts[mesh.rank]
-        self._unpacked = _pairs(order, theirs, arrived.parts)
-        self._packed = _pairs(order, views, replies.parts)
-        for rank in order:
-            starts = [_start(part) for part in leaving.parts[rank]] + [None] * len(kept[rank])
-            for (matrix, elements), there, back in zip(
-                parts[rank], starts, returned.parts[rank], strict=True
-            ):
-                places.append(Place(matrix, elements, there, _start(back)))
+        stay = leaving.parts[: len(takes) - len(others)]
+        self._unpacked = _pairs([view for _, both, view in takes if both], [*stay, *arrived.parts])
+        self._packed = _pairs([view for *_, view in takes], [*stay, *replies.parts])
+        starts = map(_start, leaving.parts)
+        for (_, both, matrix, elements), back in zip(gives, returned.parts, strict=True):
+            places.append(Place(matrix, elements, next(starts) if both else None, _start(back)))
         places.sort(key=lambda place: place.elements.start)
-        units = sorted({matrix.unit for matrix in matrices})
-        self.places = {unit: [place for place in places if place.matrix.unit == unit] for unit in units}
+        self.places = {
+            unit: [place for place in places if place.matrix.unit == unit]
+            for unit in sorted({matrix.unit for matrix in matrices})
+        }
 
     @property
     def sent(self) -> int:
@@ -272,18 +265,20 @@ class Round:
 
 
 class _Cut:
-    """Memory in consecutive parts, by the rank that they come from or go to: first this one, whose stay.
+    """Memory in consecutive parts, each of a rank from which it comes or to which it goes: first what stays.
 
-    `counts`: bytes by other rank, in the order of ranks, and 0 of this one.
+    `counts`: bytes by rank of the node, and 0 of this one.
     """
 
-    def __init__(self, flat: Tensor, order: Sequence[int], sizes: Mapping[int, Sequence[int]]) -> None:
-        numels = {rank: sum(sizes.get(rank, ())) for rank in order}
-        used = flat[: sum(numels.values())]
-        parts = iter(used.split([size for of in sizes.values() for size in of]))
-        self.parts = {rank: [next(parts) for _ in of] for rank, of in sizes.items()}
-        self.of_others = used[numels[order[0]] :]
-        self.counts = [0 if rank == order[0] else numels[rank] * flat.itemsize for rank in sorted(order)]
+    def __init__(self, flat: Tensor, sizes: Sequence[tuple[int, int]], mesh: Mesh) -> None:
+        """`sizes`: the rank and the elements of each part."""
+        numels = Counter[int]()
+        for rank, numel in sizes:
+            numels[rank] += numel
+        used = flat[: numels.total()]
+        self.parts = used.split([numel for _, numel in sizes])
+        self.of_others = used[numels.pop(mesh.rank, 0) :]
+        self.counts = [numels[rank] * flat.itemsize for rank in mesh.ranks(*mesh.inside_node)]
 
 
 def _exchange(stream: CommStream, sent: _Cut, received: _Cut) -> None:
@@ -297,24 +292,12 @@ def _start(part: Tensor) -> int:
     return int(part.storage_offset())
 
 
-_Parts = Mapping[int, Sequence[Tensor]]  # by rank
-
-
-def _pairs(order: Sequence[int], views: _Parts, flats: _Parts) -> tuple[list[Tensor], list[Tensor]]:
+def _pairs(views: list[Tensor], flats: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Views of matrices, and consecutive memory in their shapes."""
-    pairs = [pair for rank in order for pair in zip(views[rank], flats[rank], strict=True)]
-    return [view for view, _ in pairs], [flat.view(view.shape) for view, flat in pairs]
+    return views, [flat.view(view.shape) for view, flat in zip(views, flats, strict=True)]
 
 
 def _by_shape(matrices: Sequence[Matrix]) -> list[Matrix]:
     """The same, those of a shape one after the other, in the order of the first of each shape."""
     shapes = list(dict.fromkeys(matrix.shape for matrix in matrices))
     return sorted(matrices, key=lambda matrix: shapes.index(matrix.shape))
-
-
-def _batches(matrices: Sequence[Matrix], room: Room) -> list[Tensor]:
-    """Memory for matrices of each shape, (n, rows, columns)."""
-    return [
-        room.take(count * math.prod(shape)).view(count, *shape)
-        for shape, count in Counter(matrix.shape for matrix in matrices).items()
-    ]

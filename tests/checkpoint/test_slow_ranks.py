@@ -93,13 +93,13 @@ def pair() -> tuple[Exchange, Exchange]:
 
 def test_the_first_decision_counts_for_all() -> None:
     one, other = pair()
-    assert one.abandon("the disk is full") == "the disk is full"
-    assert other.commit() == "the disk is full"
+    assert one.decide("the disk is full") == "the disk is full"
+    assert other.decide(None) == "the disk is full"
     with pytest.raises(Abandoned, match="the disk is full"):
         other.get("outcome")
     one, other = pair()
-    assert one.commit() is None
-    assert other.abandon("too late") is None
+    assert one.decide(None) is None
+    assert other.decide("too late") is None
     with pytest.raises(NoProgress):
         other.get("outcome")
 

@@ -151,7 +151,7 @@ def test_a_value_that_follows_a_rank_that_gave_up_arrives() -> None:
 def test_an_abandoned_operation_ends_waits_soon() -> None:
     store = served()
     (one, other), _ = exchanges(store, 2)
-    threading.Timer(0.5, lambda: one.abandon("the disk is full")).start()
+    threading.Timer(0.5, lambda: one.decide("the disk is full")).start()
     started = time.monotonic()
     with pytest.raises(Abandoned, match="the disk is full"):
         other.get("outcome")

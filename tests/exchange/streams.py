@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_zpp.distributed.comm_stream import CommStream, Pending
-from megatron_zpp.distributed.traffic import TrafficLedger
+from megatron_zpp.distributed.comm_stream import CommStream, Pending, TrafficLedger
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.operations import Operations

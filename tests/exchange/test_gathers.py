@@ -89,14 +89,14 @@ class Held:
     def __init__(self, opened: Opened, index: int, kernels: Operations) -> None:
         self.plan, self._index, self._kernels = opened.communication.plan.weights[index], index, kernels
         self._legs, plan, device = opened.communication.legs[index], self.plan, this_device()
-        dtype = torch.float32 if plan.differences else plan.dtype
         self.full = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=device)
-        self.kept = torch.zeros(len(plan.kept_elements), dtype=dtype, device=device)
-        if plan.bring and plan.kept_in_slot:
-            self.kept = self._legs.fill.own(self.full)
-        numel, source_dtype = plan.gather_source
-        self._source = torch.zeros(numel, dtype=source_dtype, device=device)
-        self._message = torch.zeros(plan.message.numel, dtype=torch.uint8, device=device)
+        self._own = {
+            name: torch.zeros(numel, dtype=dtype, device=device)
+            for name, (_, (numel, dtype)) in plan.memory.items()
+        }
+        self.kept = self.full[:0]
+        if plan.bring:
+            self.kept = self._own.get("kept", self._legs.fill.own(self.full))
 
     def format(self, step: int) -> QuantFormat | LloydMaxFormat | None:
         """That of the differences which are sent in a step."""
@@ -118,14 +118,15 @@ class Held:
         if not plan.first:
             self.full.copy_(master)
             return Pending()
-        source, take, parts = self._source, None, len(target) // plan.layout.shard_numel
+        take, parts = None, len(target) // plan.layout.shard_numel
+        source = self._own.get("gather_source", leg.own(target))
         if (coded := plan.differences) is not None:
             sent = self.format(step)
             source = encode(
                 kernels,
                 master,
                 leg.own(target),
-                self._message,
+                self._own["message"],
                 torch.tensor(float(step == SKIPPED), device=master.device),
                 coded=coded,
                 sent=sent,
@@ -138,8 +139,6 @@ class Held:
                 messages.view(parts, -1), target.view(parts, -1), format
             )
         else:
-            if plan.sends_from_target:
-                source = leg.own(target)
             source.copy_(coded_as(master, plan))
         brought = leg.run(source, target, take)
         return fill.run(target, self.full, after=brought) if plan.bring else brought

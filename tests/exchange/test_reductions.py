@@ -17,10 +17,12 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange import route
 from megatron_zpp.exchange.codecs import Rotation, clear
 from megatron_zpp.exchange.reductions import Target
+from megatron_zpp.exchange.rooms import accumulating
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.exchange.segments import GradSegment, join, segments_inside, segments_of
 from megatron_zpp.exchange.sums import TORCH_SUMS
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.placement import Layout, within
 from megatron_zpp.zero.communication_plan import CommunicationPlan
@@ -103,9 +105,9 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
             sent.append(parts)  # there until they are waited for
             total, add = totals[unit], micro_batch > 0 and plan.every_micro_batch
             shard = total[shards[unit]]
-            found = squares[unit] if plan.returns_squared_norms else None
+            found = None if plan.quantizes_gradients else squares[unit]
             target = Target(shard, add, found, rotation_of(plan, unit, layout))
-            if plan.accumulates_in_groups and not (only and reduction.at_once):
+            if accumulating(plan.gradients) and not (only and reduction.at_once):
                 under_way.append(reduction.accumulate(parts, accumulated[unit], add=micro_batch > 0))
                 if not last:
                     continue
@@ -122,9 +124,7 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
             one.wait()
     sent_bytes = opened.close()
     assert sent_bytes == expected, (case, sent_bytes, expected)
-    for total, shard, found in (
-        zip(totals, shards, squares, strict=True) if plan.returns_squared_norms else ()
-    ):
+    for total, shard, found in () if plan.quantizes_gradients else zip(totals, shards, squares, strict=True):
         its_squares = torch.empty_like(found)
         kernels.sum_squares(total[shard], its_squares)
         any_order = 0 if case.kernels else 2 * 256 * 2**-24  # torch's depends on how many sums there are
@@ -133,7 +133,7 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
 
 
 def rotation_of(plan: CommunicationPlan, unit: int, layout: Layout) -> Rotation | None:
-    if not plan.rotates:
+    if not plan.gradients or not isinstance(plan.gradients[-1].format, LloydMaxFormat):
         return None
     return Rotation(Signs(SIGNS_SEED, unit, ITERATION), layout.gaps_in(layout.shard(plan.mesh)))
 

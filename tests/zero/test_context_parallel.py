@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_zpp.distributed.comm_stream import TrafficLedger
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.model.context.dropout import PlacedDropout
 from megatron_zpp.model.context.parts import chunks_of, from_parts, own_part
 from tests.support import nightly

@@ -25,7 +25,7 @@ from megatron_zpp.placement import Layout, Placement
 from megatron_zpp.zero import muon, whole_matrices
 from megatron_zpp.zero import newton_schulz as newton_schulz_steps
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.whole_matrices import Round, balanced, matrices_of, rounds
+from megatron_zpp.zero.whole_matrices import Round, balanced, rounds
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.support import run
 from tests.zero import engines
@@ -489,7 +489,7 @@ def test_ranks_of_a_node_have_equal_work(layers: int, hidden: int, ranks: int) -
         axes=(Axis(1, ranks),),
     )
     slowest = total = 0.0
-    for work in rounds([matrices_of(layer, layout) for layer in range(layers)], ranks):
+    for work in rounds([layout] * layers, ranks):
         costs = [matrix.cost for matrix in work]
         slowest += balanced(costs, ranks)[1] * sum(costs)
         total += sum(costs)

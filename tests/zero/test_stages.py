@@ -15,9 +15,8 @@ import torch
 from megatron_zpp.config.model import RecomputeConfig
 from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.distributed.comm_stream import CommStream
+from megatron_zpp.distributed.comm_stream import CommStream, TrafficLedger
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.distributed.traffic import TrafficLedger
 from megatron_zpp.zero import build as build_module
 from megatron_zpp.zero import gradients
 from megatron_zpp.zero.engine import ZeroEngine
