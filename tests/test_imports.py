@@ -1,7 +1,12 @@
 """What few runs need, takes long to import, or may be missing, is imported by what needs it alone."""
 
+import ast
 import functools
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
 
+import megatron_zpp
 from tests.config.command_line import SMALLEST
 from tests.support import run
 
@@ -37,3 +42,25 @@ def test_a_smallest_run_imports_nothing_that_is_set_apart() -> None:
     apart = tuple(f"megatron_zpp.{name}" for name in SET_APART.split())
     assert not {name for name in own if f"{name}.".startswith(tuple(f"{each}." for each in apart))}
     assert len(own) <= MOST, f"{len(own)} modules; import what few runs need where it is needed"
+
+
+def imported_by(code: ast.AST) -> Iterator[str]:
+    """What a module imports anywhere, also inside functions, but for types alone."""
+    if isinstance(code, ast.If) and ast.unparse(code.test) == "TYPE_CHECKING":
+        return
+    if isinstance(code, ast.Import):
+        yield from (name.name for name in code.names)
+    elif isinstance(code, ast.ImportFrom):
+        yield from (str(code.module), *(f"{code.module}.{name.name}" for name in code.names))
+    for part in ast.iter_child_nodes(code):
+        yield from imported_by(part)
+
+
+def test_no_modules_import_each_other() -> None:
+    package = Path(megatron_zpp.__file__).parent
+    paths = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts): path
+        for path in package.rglob("*.py")
+    }
+    graph = {name: {*imported_by(ast.parse(path.read_text()))} & {*paths} for name, path in paths.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
