@@ -333,8 +333,11 @@ def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
 
 
 def whole_or_auto(text: str) -> int:
-    """Return a whole number, or AUTO. Raises ValueError for other text."""
-    return AUTO if text == AUTO else int(text)
+    """Return a whole number, or AUTO. Raises ArgumentTypeError for other text."""
+    try:
+        return AUTO if text == AUTO else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number or {AUTO}, not {text!r}") from None
 
 
 def _metavar(hint: Any, name: str) -> str:

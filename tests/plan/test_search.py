@@ -314,7 +314,7 @@ def test_a_run_that_no_stage_lets_fit_names_flags_that_do(monkeypatch: pytest.Mo
             "--micro-batch-size 1 --zero-stage auto --plan-link-gbit ib",
             "--plan-link-gbit ib: must be a number",
         ),
-        ("--micro-batch-size some", "invalid whole_or_auto value: 'some'"),
+        ("--micro-batch-size some", "--micro-batch-size: must be a whole number or auto, not 'some'"),
     ],
 )
 def test_auto_is_refused_where_it_would_change_the_numerics_or_lacks_the_batch(argv: str, said: str) -> None:
