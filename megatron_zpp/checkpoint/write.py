@@ -168,7 +168,7 @@ class _Save:
                 digest = write_sidecar(path, self.checksums)
         except OSError as error:
             if error.errno in _FULL:
-                self._full = error.strerror
+                self._full = error.strerror or ""
             raise
         on_progress()
         return digest
