@@ -116,8 +116,8 @@ def candidates(directory: str, iteration: int | None = None, flag: str = "--load
     """The committed checkpoints, newest first, or only that of `iteration`; empty for an empty directory.
 
     `flag` is the flag that named the directory, for errors. Raises ValueError if `iteration` is missing, if
-    another program wrote what is there, if the directory is itself a checkpoint, and if there are
-    checkpoints but none is committed.
+    another program wrote what is there, if the directory is itself a checkpoint, if there are checkpoints but
+    none is committed, and if there is none but the tracker names one.
     """
     return list(each_candidate(directory, iteration, flag))
 
@@ -202,6 +202,7 @@ def each_candidate(directory: str, iteration: int | None = None, flag: str = "--
             from megatron_zpp.checkpoint.foreign.recognise import recognise
 
             foreign = recognise(root)
+        lost = lost_newest(root)
     except ObjectError as error:
         raise option_error(flag, directory, f"{error.strerror}") from None
     except OSError as error:
@@ -214,6 +215,9 @@ def each_candidate(directory: str, iteration: int | None = None, flag: str = "--
     if uncommitted is not None:
         problem = f"{uncommitted.name} has no {MARKER}: it is damaged, or another program wrote it"
         raise option_error(flag, directory, f"{problem}; name another directory, or remove it")
+    if lost:
+        fix = f"nor is another; bring it back, or remove {TRACKER} to start from the beginning"
+        raise option_error(flag, directory, f"{lost}, {fix}")
 
 
 def _refuse_checkpoint(flag: str, directory: str, root: Location) -> None:

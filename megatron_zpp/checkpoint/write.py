@@ -27,7 +27,7 @@ from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
 from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of_bytes
-from megatron_zpp.storage.files import commit_directory, sizes_in, write_durably
+from megatron_zpp.storage.files import commit_directory, naming, sizes_in, write_durably
 from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.sidecar import SidecarDigest, write_sidecar
 
@@ -161,14 +161,13 @@ class _Save:
     def _write(self, path: Location, on_progress: OnProgress) -> SidecarDigest:
         """Write file and sidecar, and make them durable."""
         try:
-            self.checksums = write_shard_file(path, self.tensors, on_progress)
-            digest = write_sidecar(path, self.checksums)
+            with naming(path):
+                self.checksums = write_shard_file(path, self.tensors, on_progress)
+                digest = write_sidecar(path, self.checksums)
         except OSError as error:
-            if error.strerror is None:
-                raise
             if error.errno in _FULL:
-                self.full = error.strerror
-            raise OSError(error.errno, error.strerror, error.filename or str(path)) from None
+                self.full = error.strerror or ""
+            raise
         on_progress()
         return digest
 

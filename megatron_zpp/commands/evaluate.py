@@ -136,6 +136,7 @@ def report(figures: dict[str, Any], config: EvaluateConfig, device: torch.device
         sys.stdout.write(f"{name:>17}: {_shown(value)}\n")
     sys.stdout.flush()
     if config.output:
+        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         write_text(Path(config.output), json.dumps(finite(said), indent=2, allow_nan=False) + "\n")
 
 

@@ -1,5 +1,6 @@
 """How every program ends: an error is one line on stderr; a broken pipe and Ctrl-C print no traceback."""
 
+import io
 import os
 import re
 import signal
@@ -55,10 +56,10 @@ def run_tool(main: Callable[[], _Result]) -> _Result:
     exception is a bug and keeps its traceback.
     """
     prog = program_name()
+    take_any_text()
     try:
         result = main()
-        if sys.stdout is not None:  # a program may be started without it
-            sys.stdout.flush()
+        sys.stdout.flush()
         return result
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
@@ -73,6 +74,16 @@ def run_tool(main: Callable[[], _Result]) -> _Result:
             traceback.print_exc()
         _print_error(prog, one_line(error))
         sys.exit(1)
+
+
+def take_any_text() -> None:
+    """Let stdout and stderr escape what their encoding lacks, such as ×, and drop all if they are closed."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # a program may be started without it
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False))
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def end_with_usage_error(prog: str, message: str) -> NoReturn:

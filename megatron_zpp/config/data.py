@@ -140,7 +140,8 @@ class DataConfig(Options):
             raise self.error("verify_data", fix)
         for name, usual in (("json_key", "text"), ("append_eod", False), ("skip_bad_lines", False)):
             if getattr(self, name) != usual and not texts:
-                raise self.error(name, "applies to text, and no data path names text; omit it")
+                text = "no data path names text, such as FILE.jsonl or 'DIR/*.parquet' does"
+                raise self.error(name, f"applies to text, and {text}; omit it")
 
     def _check_objects(self) -> None:
         """Require --object-storage-cache-path for data in an object store, and refuse text there."""

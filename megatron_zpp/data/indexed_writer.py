@@ -15,7 +15,7 @@ from megatron_zpp.data.indexed import DTYPE_CODES, HEADER, MAGIC, VERSION, index
 from megatron_zpp.data.provenance import provenance_path, write_provenance
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import checksums_of
-from megatron_zpp.storage.files import fsync, open_shared
+from megatron_zpp.storage.files import fsync, naming, open_shared
 
 _CHUNK = 1 << 20  # sequences processed at a time, so that memory does not grow with their number
 _BUFFER = 1 << 20  # bytes
@@ -74,13 +74,14 @@ class IndexedDatasetWriter:
             raise ValueError(
                 f"{self.prefix}: a document has {lengths.max()} tokens; the format allows up to 2^31-1"
             )
-        self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
-        self._index.write(lengths.astype("<i4").tobytes())
+        with naming(tokens_path(self.prefix)):
+            self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
+            self._index.write(lengths.astype("<i4").tobytes())
         self.num_documents += lengths.size
         self.num_tokens += tokens.size
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._closing:
+        with self._closing, naming(tokens_path(self.prefix)):
             if kind is None:
                 self._commit()
                 self._committed = True

@@ -264,7 +264,7 @@ def _open(
 
 def _nearest(prefix: str) -> str:
     """Return what to give in place of a prefix without files: data of a similar name beside it, if any."""
-    remedy = f"give the prefix of a .bin/.idx pair, a {JSON_LINES[0]} file or {HUB}"
+    remedy = f"give the prefix of a .bin/.idx pair, a {JSON_LINES[0]} file, 'DIR/*.parquet' or {HUB}"
     directory, name = os.path.split(prefix)
     try:
         files = sorted(os.listdir(directory or "."))

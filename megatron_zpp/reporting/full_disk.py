@@ -7,7 +7,7 @@ import stat
 import sys
 from typing import Any
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)  # no space on the file system; over the user's quota
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space; over the user's quota, or RLIMIT_FSIZE
 
 
 def drop_lines_when_full(prog: str) -> None:

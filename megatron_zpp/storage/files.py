@@ -79,12 +79,23 @@ def open_named(path: Path, flags: int) -> int:
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
+@contextlib.contextmanager
+def naming(path: Location | str) -> Iterator[None]:
+    """Make an error of the file system that names no file, as one of an open file does, name `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def write_durably(path: Location, content: bytes) -> None:
     """Write and flush a file. Its name is durable only once its directory is flushed as well."""
     if not isinstance(path, Path):
         path.write(content)
         return
-    with os.fdopen(open_new(path), "wb") as file:
+    with naming(path), os.fdopen(open_new(path), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -112,7 +123,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
-        with os.fdopen(open_new(partial), "wb") as file:
+        with naming(path), os.fdopen(open_new(partial), "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -188,6 +188,19 @@ def test_a_checkpoint_that_the_tracker_names_is_missed(saved: Path, named: str, 
     assert lost_newest(saved) == said
 
 
+@pytest.mark.parametrize("named", [None, "0", "6", "x"])
+def test_a_directory_whose_checkpoints_are_all_gone_is_not_empty(saved: Path, named: str | None) -> None:
+    """A run that found nothing there would start from initial weights."""
+    for path in committed(saved).values():
+        shutil.rmtree(path)
+    (saved / TRACKER).unlink() if named is None else (saved / TRACKER).write_text(named)
+    if named not in ("0", "6"):
+        assert candidates(str(saved)) == []
+        return
+    with pytest.raises(ValueError, match=f"iter_000000{named}, which .* is not there, nor is another; bring"):
+        candidates(str(saved))
+
+
 def test_a_named_checkpoint_that_is_replaced_while_it_is_looked_up_is_found(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ def evaluate(*argv: object, ranks: int = 1) -> tuple[int, str, str]:
 
 
 def figures(directory: Path, *argv: object, ranks: int = 1) -> dict[str, object]:
-    output = directory / f"figures.{ranks}.json"
+    output = directory / "new" / f"figures.{ranks}.json"
     status, out, err = evaluate(*argv, "--output", output, ranks=ranks)
     assert status == 0, err
     assert "token_perplexity" in out

@@ -11,7 +11,7 @@ from megatron_zpp.commands.scripts import COMMANDS
 from megatron_zpp.config.help import COMMON
 from megatron_zpp.config.root import parse_args
 from tests.config.command_line import SMALLEST
-from tests.support import nightly, run
+from tests.support import executed, nightly, run
 
 SCRIPT = "import sys; from megatron_zpp.commands.scripts import {0}; sys.argv[0] = '/bin/{1}'; {0}()"
 
@@ -48,6 +48,22 @@ def test_a_wrong_command_line_is_one_line_with_the_name_that_was_typed(argv: str
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f"megatron-zpp{said}")
+
+
+@pytest.mark.parametrize(
+    ("start", "said"),
+    [
+        ("PYTHONIOENCODING=ascii", r"1 layer \xd7 16"),
+        ("exec >&-;", ""),
+        ("exec 2>&-; PYTHONIOENCODING=utf-8", "1 layer × 16"),
+    ],
+)
+def test_output_that_lacks_our_characters_or_is_closed_ends_no_run(start: str, said: str) -> None:
+    train = f'{start} "$0" -m megatron_zpp train "$@" --device cpu'
+    done = executed("bash", "-c", train, sys.executable, *SMALLEST)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout if said else not done.stdout
+    assert "error" not in done.stderr
 
 
 def test_ctrl_c_during_the_imports_is_one_line(

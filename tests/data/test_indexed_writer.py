@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.data import indexed_writer
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
+from megatron_zpp.storage.files import write_durably, write_whole
 from tests.data.format_by_hand import write_by_hand
 
 DESCRIPTION = {"tokenizer_type": "NullTokenizer", "vocab_size": 10, "eod": 9, "fingerprint": "abc"}
@@ -65,6 +68,32 @@ def test_what_cannot_be_written_is_refused_and_keeps_the_old_files(tmp_path, dty
         writer.add_document(document)
     assert IndexedDataset(tmp_path / "x").tokens[:].tolist() == [1, 2, 3]
     assert names(tmp_path) == ["x.bin", "x.checksums.json", "x.idx"]
+
+
+def write_tokens(path, count):
+    with IndexedDatasetWriter(path.with_suffix(""), "u2") as writer:
+        writer.add_document([1] * count)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("x.bin", lambda path: write_tokens(path, 3000)),
+        ("x.bin", lambda path: write_tokens(path, 20 << 20)),  # fails before the commit
+        ("x.jsonl", lambda path: write_whole(path, bytes(6000))),
+        ("x.json", lambda path: write_durably(path, bytes(6000))),
+    ],
+)
+def test_a_write_that_fails_names_the_file(tmp_path, name, write):
+    """A limit of a file's size stops writes as a full disk does."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as failure:
+            write(tmp_path / name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert one_line(failure.value) == f"{tmp_path / name}: File too large"
 
 
 def test_replaces_data_together_with_its_provenance(tmp_path):

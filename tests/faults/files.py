@@ -32,7 +32,9 @@ DATA = [
         "--data-path gone",
         ": gone.idx does not exist; give the prefix of a .bin/.idx pair, a .jsonl … hf:NAME",
     ),
-    Case("--data-path owner/gone", "owner/gone.idx does not exist; give the prefix … file or hf:owner/gone"),
+    Case(
+        "--data-path owner/gone", "owner/gone.idx does not exist; give the prefix … parquet' or hf:owner/gone"
+    ),
     Case("--data-path tex", "--data-path tex: tex.idx does not exist; did you mean text? Or give"),
     Case("--data-path text.txt", ": is not a tokenised data set; text must be JSON lines … build_corpus"),
     Case("--data-path gone.jsonl", "--data-path gone.jsonl: gone.jsonl: No such file or directory; name"),

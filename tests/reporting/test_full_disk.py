@@ -41,13 +41,16 @@ def test_lost_lines_are_said_once_there_is_space_again(descriptor: int, tmp_path
     assert log.read_text() == NOTICE + "three\nfour\n"
 
 
-def test_a_line_that_was_cut_is_ended_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_line_that_was_cut_is_ended_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     """The disk takes a part of a line; afterwards it is full, and then it is not."""
     log, write, room = tmp_path / "log", os.write, [15]
 
     def until_full(descriptor: int, data: bytes) -> int:
         if not room[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(number, os.strerror(number))
         room[0] -= (written := write(descriptor, data[: room[0]]))
         return written
 
