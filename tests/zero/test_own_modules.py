@@ -278,14 +278,28 @@ class AssignsTwice(Stack):
         return super().hidden(x)
 
 
+class AssignsLate(AssignsTwice):
+    """Its buffer is no tensor before the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = None
+
+
 def assign_buffers(topology: Topology) -> list[str]:
-    engine = engine_of(AssignsTwice, topology)
-    return [refusal(steps_of, engine, error=RuntimeError) for _ in range(10)]
+    engines = engine_of(AssignsTwice, topology), engine_of(AssignsLate, topology)
+    return [refusal(steps_of, engine, error=RuntimeError) for engine in engines for _ in range(5)]
 
 
 def test_a_buffer_that_a_forward_replaces_twice_is_refused() -> None:
     for said in on_ranks(2, assign_buffers):
         assert all(each.startswith("average: a buffer that the forward changes") for each in said), said
+
+
+def test_a_buffer_that_the_first_forward_makes_is_a_state() -> None:
+    engine = engine_of(AssignsLate)
+    steps_of(engine, steps=1)
+    assert engine.state_dict()["model"]["average"].tolist() == [1.0] * 12
 
 
 def change_buffers(topology: Topology) -> str:
