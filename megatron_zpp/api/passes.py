@@ -77,8 +77,9 @@ class UnitOrder:
             return
         if not self._in_order:
             raise RuntimeError(
-                "step: is skipped, because ranks have made gradients of units in different orders; all must "
-                "use the same parameters in a micro-batch: add 0 times the others to what their unit returns"
+                "step: is skipped, because ranks have read units or made their gradients in different "
+                "orders, or differ in the number of micro-batches or in whether these have a weight; all "
+                "must use the same parameters in a micro-batch: add 0 times the others to what a unit returns"
             )
 
 

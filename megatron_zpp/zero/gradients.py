@@ -17,6 +17,7 @@ from megatron_zpp.ops.formats import SQUARES_BLOCK, LloydMaxFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.communication import Communication
+from megatron_zpp.zero.reads import order_after
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare, start_replicated_sum
 
@@ -68,7 +69,7 @@ class Gradients:
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
         self.consume: Callable[[Unit], None] = lambda unit: None
         self._first = self._last = True
-        self.order = 0  # follows from the order in which units were sent in this step
+        self.order = 0  # follows from this step's micro-batches, and the order in which units were sent in it
         self.unfinished = False  # a backward has begun and has not ended: it runs, or has raised
         self._iteration = 0
         self._in_groups = accumulating(plan.gradients) > 0  # every micro-batch is summed in a group alone
@@ -93,7 +94,7 @@ class Gradients:
         self.wait()
         if first:
             self.release()
-            self.order = 0
+            self.order = order_after(0, count)
         if self.unfinished:  # some units have parts of their gradients
             for parameter in chain.from_iterable(unit.parameters for unit in self._units):
                 parameter.grad = None
@@ -195,7 +196,7 @@ class Gradients:
         if finish_sum is not None:
             finish_sum([produced[index] for index in replicated])
         if last or self._plan.every_micro_batch:  # it is sent
-            self.order = (self.order * _ORDER_FACTOR + unit.number + 1) % _ORDERS
+            self.order = order_after(self.order, unit.number)
         if reducing := self._reducing.get(self._plan.reduction_slots[unit.number]):
             reducing.grad.wait()  # so that no more than two units of a layout keep what they send
         if only or self._plan.every_micro_batch:

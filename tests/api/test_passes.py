@@ -240,4 +240,54 @@ def test_units_whose_gradients_ranks_make_in_different_orders_are_refused(stage:
     assert on_ranks(2, choose, stage, True) == [[], []]
     for said in on_ranks(2, choose, stage, False):
         assert len(said) == 2
-        assert all(each.startswith("step: is skipped, because ranks have made gradients") for each in said)
+        assert all(each.startswith("step: is skipped, because ranks have read units or") for each in said)
+
+
+class Routes(Stack):
+    """Each rank reads a layer of its own, whose gradients no rank makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ModuleList(Layer() for _ in range(2)).requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor, route: Tensor | None = None) -> Tensor:
+        return super().forward(x if route is None else self.others[int(route)](x), y)
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [*((f"others.{number}", each) for number, each in enumerate(self.others)), *super().units()]
+
+
+def differ(topology: Topology) -> list[str]:
+    """What is said where ranks differ in what they read, evaluate, count and weigh."""
+    rank, said = topology.rank, []
+    route = torch.tensor(rank)
+    for stage, kind in [
+        (3, "reads"),
+        (1, "reads"),
+        (3, "evaluates"),
+        (0, "counts"),
+        (1, "counts"),
+        (0, "weighs"),
+    ]:
+        torch.manual_seed(0)
+        alone: dict[str, Any] = {"zero_prefetch_units": 0} if stage == 3 else {}  # else ranks would wait
+        engine = engine_of(Routes(), topology.mesh(), zero_stage=stage, **alone)
+        before = engine.state_dict().get("model", {})
+        if kind == "evaluates":
+            engine.evaluate((*batch_of(0, rank), route))
+        for index in range(count := 1 + rank if kind == "counts" else 1):
+            batch = (*batch_of(index, rank), route if kind == "reads" else None)
+            weight = 1.0 if kind == "weighs" and rank else None
+            engine.accumulate(batch, index=index, micro_batches=count, weight=weight)
+        said.append(refusal(engine.step, 1e-2, error=RuntimeError))
+        assert same(engine.state_dict().get("model", {}), before)
+        engine.close()
+    return said
+
+
+def test_ranks_that_would_mix_weights_or_divide_by_other_numbers_are_refused() -> None:
+    """Gathers of different units would make other weights of both; those of frozen units too."""
+    for said in on_ranks(2, differ):
+        assert all(each.startswith("step: is skipped, because ranks have read units or") for each in said), (
+            said
+        )
