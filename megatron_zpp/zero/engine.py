@@ -197,8 +197,6 @@ class ZeroEngine:
         hold 2^111 times as much.
         """
         self._config_of_optimizer.check_batch(self.mesh.world_size, micro_batches)
-        if not self.model.training:  # it walks through all modules
-            self.model.train()
         self.weights.encode_changed()
         if self.scaling is not None and index == 0:
             self.scaling.begin_step()

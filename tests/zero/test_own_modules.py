@@ -241,6 +241,19 @@ def test_an_evaluation_leaves_each_module_the_mode_that_it_had() -> None:
     assert torch.allclose(torch.tensor(losses), torch.tensor(losses_of_torch(stack_of(Quiet), 1, steps=2)))
 
 
+class Drops(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout.train()
+
+
+def test_modules_train_in_the_mode_that_they_have() -> None:
+    """Models of other programs may come in evaluation mode, in which torch trains them without dropout."""
+    make = lambda: stack_of(Drops)().eval()  # noqa: E731
+    expected = torch.tensor(losses_of_torch(make, 1))
+    assert torch.allclose(torch.tensor(steps_of(engine_of(make))), expected)
+
+
 def test_buffers_are_filled_by_name_and_said() -> None:
     said: list[str] = []
     engine = engine_of(stack_of(WithBuffers), say=said.append)
