@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils.parametrizations import weight_norm
 
 from megatron_zpp import PrecisionConfig, Topology
 from tests.api.models import Vision, engine_of, steps_of
@@ -124,6 +126,15 @@ def test_freezing_a_parameter_under_an_engine_is_refused(stage: int, trained: bo
     assert said.startswith("layers.1.linear.weight: requires_grad cannot change once the engine is built; ")
 
 
+class Casts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.head(x.to(self.head.weight.dtype))[:, 0].float() - y).square().mean()
+
+
 class Clamps(Layer):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -152,18 +163,51 @@ def test_weights_that_are_changed_in_place_are_refused_where_the_change_would_be
     steps_of(engine_of(stack_of(Clamps)(), zero_stage=0))  # the master weights themselves
 
 
+def halve(model: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach() / 2, model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda it: it.bfloat16(),
+            "head.weight: the model has another tensor in its place since the engine was",
+        ),
+        (
+            halve,
+            "head.weight: the model has another tensor in its place since the engine was built, or other m",
+        ),
+        (
+            lambda it: it.load_state_dict(Casts().state_dict(), assign=True),
+            "head.weight: the model has another ",
+        ),
+        (lambda it: weight_norm(it.head), "head.weight: the model has another tensor in its place since"),
+        (
+            lambda it: setattr(it.head, "bias", None),
+            "head.bias: the model has another tensor in its place since",
+        ),
+        (
+            lambda it: setattr(it, "lora", nn.Linear(1, 1)),
+            "lora.weight: is new since the engine was built, which",
+        ),
+    ],
+)
+def test_parameters_that_are_replaced_or_added_under_an_engine_are_refused(
+    change: Callable[[nn.Module], Any], said: str
+) -> None:
+    engine = engine_of(Casts(), zero_stage=0)
+    steps_of(engine, steps=1)
+    change(engine.model)
+    before = engine.state_dict()
+    assert refusal(steps_of, engine, error=RuntimeError).startswith(said)
+    assert same(engine.state_dict(), before)
+
+
 @pytest.mark.parametrize("precision", [BF16, None])
 def test_the_models_own_load_state_dict_is_refused_where_it_would_be_lost(
     precision: PrecisionConfig | None,
 ) -> None:
-    class Casts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(WIDTH, 1)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return (self.head(x.to(self.head.weight.dtype))[:, 0].float() - y).square().mean()
-
     engine, other = (engine_of(Casts(), zero_stage=0, precision=precision) for _ in range(2))
     weights = Casts().state_dict()
     engine.model.load_state_dict(weights)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.distributed.topology import Topology
@@ -31,6 +32,7 @@ from tests.zero.own_modules import (
     losses_of_torch,
     read_wrongly,
     stack_of,
+    stack_that,
     steps_of,
 )
 from tests.zero.ranks import on_ranks
@@ -252,6 +254,25 @@ def test_modules_train_in_the_mode_that_they_have() -> None:
     make = lambda: stack_of(Drops)().eval()  # noqa: E731
     expected = torch.tensor(losses_of_torch(make, 1))
     assert torch.allclose(torch.tensor(steps_of(engine_of(make))), expected)
+
+
+@pytest.mark.parametrize("zero", [STAGES[0], STAGES[3]])
+def test_other_tensors_in_the_place_of_parameters_compute_or_are_refused(zero: dict[str, int]) -> None:
+    """A gather would put the parameters back, and the forward would compute with them."""
+
+    def generated(stack: Stack, layer: nn.Module, x: Tensor) -> Tensor:
+        made = {name: torch.ones_like(each) for name, each in layer.named_parameters()}
+        return functional_call(layer, made, (x,))
+
+    make = stack_that(run=generated)
+    if zero is STAGES[0]:
+        expected = torch.tensor(losses_of_torch(make, 1))
+        assert torch.allclose(torch.tensor(steps_of(engine_of(make, **zero))), expected)
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"^layers.0.linear.weight: the model has another tensor in its"
+        ):
+            steps_of(engine_of(make, **zero))
 
 
 def test_buffers_are_filled_by_name_and_said() -> None:
