@@ -27,12 +27,11 @@ _SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and su
 # Of random signs, equal on all ranks and after a resume with another --seed; they may repeat between runs.
 SIGNS_SEED = 0
 _SUM_SIGNS_SEED = 1  # of sums, which are of numbers that were rotated by the signs of the first
-# A number of the order of units, a polynomial modulo a prime, whose square sums over ranks exactly in fp64:
-_ORDER_FACTOR, _ORDERS = 1009, 1048573
 _ARRIVED_TWICE = (
     "its gradient arrives once more in a backward, when it has been sent; a module that runs several times "
     "in torch.utils.checkpoint needs use_reentrant=False"
 )
+_SPARSE = "its gradient is sparse, and gradients are summed as dense ones; look rows up with sparse=False"
 _BESIDE = (
     "its gradient arrives outside of accumulate, so that no step would have it; call accumulate in place of "
     "backward, and add losses of one batch up in the forward"
@@ -111,11 +110,13 @@ class Gradients:
         Where a unit has several places, autograd has added theirs. Raises RuntimeError for a gradient that
         the step would not have: of a backward beside `accumulate`, or behind those that started a reduction.
         """
-        arrived = unit.grad.arrived
-        if not self.unfinished or len(arrived) == len(unit.parameters):
+        assert parameter.grad is not None
+        arrived, sparse = unit.grad.arrived, parameter.grad.is_sparse
+        if not self.unfinished or sparse or len(arrived) == len(unit.parameters):
             parameter.grad = None
             name = dict(zip(map(id, unit.parameters), unit.names, strict=True))[id(parameter)]
-            raise RuntimeError(f"{name}: {_ARRIVED_TWICE if self.unfinished else _BESIDE}")
+            why = _SPARSE if sparse else _ARRIVED_TWICE if self.unfinished else _BESIDE
+            raise RuntimeError(f"{name}: {why}")
         arrived.add(id(parameter))
         if len(arrived) == len(unit.parameters):
             self._take(unit)

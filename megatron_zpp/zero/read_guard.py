@@ -54,6 +54,7 @@ class Unreadable(Tensor):
         """What stands for `parameter`. It holds NaN, for code that does not ask `__torch_function__`."""
         empty = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
         made = Tensor._make_subclass(Unreadable, empty.expand(parameter.shape), parameter.requires_grad)
+        vars(made).update(vars(parameter))
         made._parameter_name, made._unit = name, unit
         return made
 
@@ -112,7 +113,7 @@ class ReadGuard:
     def check_held(self) -> None:
         """Raise RuntimeError if a module has something else in a parameter's place, or that other memory."""
         for parameters, key, parameter, unreadable, address in self._places:
-            found = parameters.get(key)
+            found = parameters[key] if key in parameters else None  # noqa: SIM401 - a ScriptModule has no get
             if (found is not parameter and found is not unreadable) or parameter.data_ptr() != address:
                 raise RuntimeError(
                     f"{unreadable._parameter_name}: the model has another tensor in its place since the "

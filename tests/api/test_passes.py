@@ -1,10 +1,12 @@
 """Micro-batches, losses and parameters that no step could count as meant: refused in one line."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.parametrizations import weight_norm
@@ -202,6 +204,44 @@ def test_parameters_that_are_replaced_or_added_under_an_engine_are_refused(
     before = engine.state_dict()
     assert refusal(steps_of, engine, error=RuntimeError).startswith(said)
     assert same(engine.state_dict(), before)
+
+
+class Keeps(Casts):
+    """Reads a parameter that it had before the engine did, in an object that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.read = partial(torch.add, self.shift)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(self.read(x), y)
+
+
+class LooksUp(Casts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + F.embedding(x.argmax(1), self.table, sparse=True), y)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            Keeps,
+            "shift: is read from outside of its module, by code that has kept it since before the engine",
+        ),
+        (
+            LooksUp,
+            "table: its gradient is sparse, and gradients are summed as dense ones; look rows up",
+        ),
+    ],
+)
+def test_gradients_that_no_step_could_take_are_refused(make: Callable[[], nn.Module], said: str) -> None:
+    assert refusal(steps_of, engine_of(make()), error=RuntimeError).startswith(said)
 
 
 @pytest.mark.parametrize("precision", [BF16, None])
