@@ -48,6 +48,7 @@ def check_values(model: nn.Module, *, given: bool) -> None:
     `given`: whether the user fills all parameters.
     """
     first: tuple[str, torch.dtype] | None = None
+    memory: dict[int, str] = {}  # of parameters with values, by address
     for name, parameter in model.named_parameters():
         if isinstance(parameter, Unreadable):
             raise ValueError(
@@ -55,6 +56,11 @@ def check_values(model: nn.Module, *, given: bool) -> None:
             )
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(f"{name}: has no shape yet; run one batch through the model first")
+        if type(parameter) is not nn.Parameter:
+            raise ValueError(
+                f"{name}: is a {type(parameter).__name__}, and the engine trains a plain parameter in its "
+                "place; let the forward make the other one of a plain one"
+            )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
                 f"{name}: has a hook, and the engine trains another parameter in its place; let the forward "
@@ -67,12 +73,26 @@ def check_values(model: nn.Module, *, given: bool) -> None:
             )
         if parameter.dtype == torch.float64:
             raise ValueError(f"{name}: is torch.float64, and master weights are fp32; call model.float()")
+        if address := parameter.data_ptr():
+            _check_memory(name, memory.setdefault(address, name))
         first = first or (name, parameter.dtype)
         if parameter.dtype != first[1] and parameter.is_floating_point():
             raise ValueError(
                 f"{name}: is {parameter.dtype}, and {first[0]} is {first[1]}; all parameters are computed in "
                 "PrecisionConfig's format, so give all the same dtype"
             )
+    for name, buffer in model.named_buffers():
+        if buffer.layout is torch.strided:
+            _check_memory(name, memory.get(buffer.data_ptr(), name))
+
+
+def _check_memory(name: str, owner: str) -> None:
+    """Raise ValueError unless a tensor has memory of its own: `owner` is the first that has it."""
+    if owner != name:
+        raise ValueError(
+            f"{name}: has the memory of {owner}, and would not have it under the engine; to tie parameters "
+            "let both modules have the same one, or give a copy"
+        )
 
 
 def check_model(
@@ -212,6 +232,9 @@ def _check_modules(model: nn.Module, ranks: int) -> None:
             raise ValueError(f"{inside(path, 'weight')}: rows that max_norm changes on {ranks} ranks {fix}")
         for key, buffer in module._buffers.items():
             kept = buffer is not None and key not in module._non_persistent_buffers_set
+            if buffer is not None and buffer.layout is not torch.strided:
+                fix = "build it in the forward, of buffers with its indices and values"
+                raise ValueError(f"{inside(path, key)}: is {buffer.layout}, and buffers are dense; {fix}")
             if buffer is not None and kept and buffer.dtype not in DTYPES:
                 fix = "no checkpoint could have it; register it with persistent=False"
                 raise ValueError(f"{inside(path, key)}: is {buffer.dtype}, and {fix}, or as real numbers")

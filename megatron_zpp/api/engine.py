@@ -158,6 +158,7 @@ class ZeroEngine(engine.ZeroEngine):
         self._names = {
             name: each._replace(shape=shapes.get(each.own, each.shape)) for name, each in names.items()
         }
+        self._known = frozenset(name for name, _ in model.named_parameters(remove_duplicate=False))
         self._config, self._timeout, self._say = config, timeout or _TIMEOUT, say
         self._files, self._unit_order = FileWorker(), passes.UnitOrder()
         self._order = passes.MicroBatchOrder()
@@ -169,7 +170,6 @@ class ZeroEngine(engine.ZeroEngine):
         """See zero/engine.py. Raises ValueError for a micro-batch, batch or loss that no step can count."""
         self._order.check(index, micro_batches, weight, unfinished=self._gradients.unfinished)
         passes.check_default_dtype()
-        passes.check_parameters(self.units)
         loss = super().accumulate(batch, index=index, micro_batches=micro_batches, weight=weight)
         passes.check_parameters(self.units)
         self._order.count()
@@ -182,6 +182,7 @@ class ZeroEngine(engine.ZeroEngine):
         does, once it is known; the step itself is skipped everywhere.
         """
         self._order.check_whole()
+        passes.check_no_more_parameters(self.model, self._known)
         if self._checks_buffers:
             passes.check_equal_buffers(self.buffers.persistent(), self.mesh.world_size)
             self._checks_buffers = False
@@ -195,6 +196,7 @@ class ZeroEngine(engine.ZeroEngine):
 
     def _loss(self, batch: engine.Batch) -> Tensor:
         passes.check_batch(batch)
+        passes.check_parameters(self.units)
         loss = super()._loss(batch)
         passes.check_loss(loss)
         return loss

@@ -2,12 +2,12 @@
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.zero.read_guard import frozen_late
@@ -77,8 +77,9 @@ class UnitOrder:
             return
         if not self._in_order:
             raise RuntimeError(
-                "step: is skipped, because ranks have made gradients of units in different orders; all must "
-                "use the same parameters in a micro-batch: add 0 times the others to what their unit returns"
+                "step: is skipped, because ranks have read units or made their gradients in different "
+                "orders, or differ in the number of micro-batches or in whether these have a weight; all "
+                "must use the same parameters in a micro-batch: add 0 times the others to what a unit returns"
             )
 
 
@@ -115,13 +116,24 @@ def check_default_dtype() -> None:
 
 
 def check_parameters(units: Sequence[Unit]) -> None:
-    """Raise RuntimeError for a parameter that was frozen, unfrozen or changed since the engine had it."""
+    """Raise RuntimeError for a parameter that was frozen, changed or replaced since the engine had it."""
     for unit in units:
+        unit.guard.check_held()
         if not unit.reads_master:
             unit.guard.check_unwritten()
         for name, parameter in zip(unit.names, unit.parameters, strict=True):
             if parameter.requires_grad is unit.frozen:
                 raise frozen_late(name)
+
+
+def check_no_more_parameters(model: nn.Module, known: Collection[str]) -> None:
+    """Raise RuntimeError for a parameter that is not one of those `known` by name."""
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name not in known:
+            raise RuntimeError(
+                f"{name}: is new since the engine was built, which does not train it; build another model "
+                "and engine with it, and load the state_dict of this one"
+            )
 
 
 def check_equal_buffers(buffers: Mapping[str, Tensor], ranks: int) -> None:

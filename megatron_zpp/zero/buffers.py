@@ -5,7 +5,7 @@ that a forward changes, such as the averages of a BatchNorm, would follow from e
 buffer that is not persistent is scratch of one rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,10 @@ class Buffers:
         say: Callable[[str], None],
     ) -> None:
         self._ranks, filled = mesh.world_size, []
-        self._persistent: list[tuple[str, nn.Module, str]] = []
+        # Also those of which a buffer is None so far. A walk through all in each pass would take time.
+        self._modules = [(path, module) for path, module in model.named_modules() if module._buffers]
         made: dict[int, Tensor] = {}
-        for name, module, key, buffer in _buffers_of(model):
+        for name, module, key, buffer in _buffers_of(self._modules):
             real = made.get(id(buffer))
             if real is None:
                 real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
@@ -45,8 +46,6 @@ class Buffers:
                     filled.append(name)
                 made[id(buffer)] = real
             module._buffers[key] = real
-            if key not in module._non_persistent_buffers_set:
-                self._persistent.append((name, module, key))
         _refuse_meta_tensors(model)
         if filled and mesh.rank == 0:
             names = ", ".join(filled)
@@ -54,8 +53,11 @@ class Buffers:
 
     def persistent(self) -> dict[str, Tensor]:
         """The buffers that a checkpoint has, by name: the model's memory."""
-        found = ((name, module._buffers[key]) for name, module, key in self._persistent)
-        return {name: buffer for name, buffer in found if buffer is not None}
+        return {
+            name: buffer
+            for name, module, key, buffer in _buffers_of(self._modules)
+            if key not in module._non_persistent_buffers_set
+        }
 
     def versions(self) -> dict[str, tuple[Tensor, int]]:
         """The persistent buffers, and how often each was changed; none on one rank."""
@@ -75,9 +77,9 @@ class Buffers:
                 )
 
 
-def _buffers_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Name, module, key in the module, and tensor of each buffer."""
-    for path, module in model.named_modules():
+def _buffers_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Name, module, key in the module, and tensor of each buffer of modules with their paths."""
+    for path, module in modules:
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 yield f"{path}.{key}" if path else key, module, key, buffer

@@ -1,6 +1,7 @@
 """Makes the units of a model: lays out its parameters, allocates the buffers, fills in initial weights."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -162,12 +163,25 @@ def _put_parameters(
     for path, own in module.named_parameters(remove_duplicate=False):
         paths.setdefault(id(own), []).append(path)
     for (_, own), placement, parameter in zip(in_order(module), layout.placements, parameters, strict=True):
+        if own is parameter:
+            continue  # of a module that is listed twice
+        vars(parameter).update(vars(own))  # what the model has noted on it
+        if own.requires_grad:
+            own.register_post_accumulate_grad_hook(partial(_refuse_gradient, placement.name))
         for path in paths[id(own)]:
             owner_path, _, leaf = path.rpartition(".")
             owner = module_of(module).get_submodule(owner_path)
             guard.put(owner, leaf, parameter, placement.name)
             if isinstance(owner, nn.RNNBase):  # cuDNN's layout would move the weights out of their slot
                 owner.__dict__["flatten_parameters"] = _leave_in_slot
+
+
+def _refuse_gradient(name: str, replaced: nn.Parameter) -> None:
+    """Raise RuntimeError, because the forward has read the parameter `replaced`, which nothing trains."""
+    raise RuntimeError(
+        f"{name}: is read from outside of its module, by code that has kept it since before the engine was "
+        "built, which trains another one in its place; let that code ask the module for it in each forward"
+    )
 
 
 def _leave_in_slot() -> None:

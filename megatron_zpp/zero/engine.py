@@ -147,7 +147,7 @@ class ZeroEngine:
         self.states = ModelStates(self.units, self.weights, self._optimizer, mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
         self._gradients = Gradients(self.units, communication, sums, accepts_16bit=accepts_16bit, share=share)
-        self._sums = StepSums(trained, self._gradients, mesh, sections)
+        self._sums = StepSums(trained, self._gradients, self.weights, mesh, sections)
         self._exchanges = ExchangeCounter(share.exchanges, self._ledger, mesh, self.plan.made)
         self._hooks = register_hooks(
             modules, self.units, self.plan.reads, self.weights.prefetcher, self._gradients, self._exchanges
@@ -197,8 +197,6 @@ class ZeroEngine:
         hold 2^111 times as much.
         """
         self._config_of_optimizer.check_batch(self.mesh.world_size, micro_batches)
-        if not self.model.training:  # it walks through all modules
-            self.model.train()
         self.weights.encode_changed()
         if self.scaling is not None and index == 0:
             self.scaling.begin_step()
@@ -254,7 +252,7 @@ class ZeroEngine:
         if self._in_backward is not None:
             grad_norm, weight = self._in_backward.end(rates)
         else:
-            norm, weight = self._sums.of_gradients(self._weight, formats)
+            norm, weight = self._sums.of_gradients(self._weight)
             divisor = divisor_of(scale, self._summed_gradients, weight)
             grad_norm = (norm / divisor).float()
         found_inf = 1.0 - torch.isfinite(grad_norm).float()

@@ -17,6 +17,7 @@ from megatron_zpp.ops.formats import SQUARES_BLOCK, LloydMaxFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.communication import Communication
+from megatron_zpp.zero.reads import order_after
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare, start_replicated_sum
 
@@ -26,12 +27,11 @@ _SENT_FROM_THERE = 1 << 20  # a copy would move 4 MiB; without it sending and su
 # Of random signs, equal on all ranks and after a resume with another --seed; they may repeat between runs.
 SIGNS_SEED = 0
 _SUM_SIGNS_SEED = 1  # of sums, which are of numbers that were rotated by the signs of the first
-# A number of the order of units, a polynomial modulo a prime, whose square sums over ranks exactly in fp64:
-_ORDER_FACTOR, _ORDERS = 1009, 1048573
 _ARRIVED_TWICE = (
     "its gradient arrives once more in a backward, when it has been sent; a module that runs several times "
     "in torch.utils.checkpoint needs use_reentrant=False"
 )
+_SPARSE = "its gradient is sparse, and gradients are summed as dense ones; look rows up with sparse=False"
 _BESIDE = (
     "its gradient arrives outside of accumulate, so that no step would have it; call accumulate in place of "
     "backward, and add losses of one batch up in the forward"
@@ -68,7 +68,7 @@ class Gradients:
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
         self.consume: Callable[[Unit], None] = lambda unit: None
         self._first = self._last = True
-        self.order = 0  # follows from the order in which units were sent in this step
+        self.order = 0  # follows from this step's micro-batches, and the order in which units were sent in it
         self.unfinished = False  # a backward has begun and has not ended: it runs, or has raised
         self._iteration = 0
         self._in_groups = accumulating(plan.gradients) > 0  # every micro-batch is summed in a group alone
@@ -93,7 +93,7 @@ class Gradients:
         self.wait()
         if first:
             self.release()
-            self.order = 0
+            self.order = order_after(0, count)
         if self.unfinished:  # some units have parts of their gradients
             for parameter in chain.from_iterable(unit.parameters for unit in self._units):
                 parameter.grad = None
@@ -110,11 +110,13 @@ class Gradients:
         Where a unit has several places, autograd has added theirs. Raises RuntimeError for a gradient that
         the step would not have: of a backward beside `accumulate`, or behind those that started a reduction.
         """
-        arrived = unit.grad.arrived
-        if not self.unfinished or len(arrived) == len(unit.parameters):
+        assert parameter.grad is not None
+        arrived, sparse = unit.grad.arrived, parameter.grad.is_sparse
+        if not self.unfinished or sparse or len(arrived) == len(unit.parameters):
             parameter.grad = None
             name = dict(zip(map(id, unit.parameters), unit.names, strict=True))[id(parameter)]
-            raise RuntimeError(f"{name}: {_ARRIVED_TWICE if self.unfinished else _BESIDE}")
+            why = _SPARSE if sparse else _ARRIVED_TWICE if self.unfinished else _BESIDE
+            raise RuntimeError(f"{name}: {why}")
         arrived.add(id(parameter))
         if len(arrived) == len(unit.parameters):
             self._take(unit)
@@ -195,7 +197,7 @@ class Gradients:
         if finish_sum is not None:
             finish_sum([produced[index] for index in replicated])
         if last or self._plan.every_micro_batch:  # it is sent
-            self.order = (self.order * _ORDER_FACTOR + unit.number + 1) % _ORDERS
+            self.order = order_after(self.order, unit.number)
         if reducing := self._reducing.get(self._plan.reduction_slots[unit.number]):
             reducing.grad.wait()  # so that no more than two units of a layout keep what they send
         if only or self._plan.every_micro_batch:

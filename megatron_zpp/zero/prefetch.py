@@ -192,8 +192,8 @@ class Prefetcher:
 
     def _allow_reads(self, index: int, allowed: bool) -> None:
         if self._readable[index] is not allowed:
+            self._set_readable(index, allowed)  # which may raise
             self._readable[index] = allowed
-            self._set_readable(index, allowed)
 
     def _start(self, index: int) -> None:
         """SHARDED -> GATHERING; the unit that was in the slot: GATHERING or GATHERED -> SHARDED."""

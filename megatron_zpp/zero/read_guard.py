@@ -54,6 +54,7 @@ class Unreadable(Tensor):
         """What stands for `parameter`. It holds NaN, for code that does not ask `__torch_function__`."""
         empty = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
         made = Tensor._make_subclass(Unreadable, empty.expand(parameter.shape), parameter.requires_grad)
+        vars(made).update(vars(parameter))
         made._parameter_name, made._unit = name, unit
         return made
 
@@ -86,28 +87,39 @@ class ReadGuard:
         """`first`: how many parameters the units before have, which numbers those of this one."""
         self._unit, self._first = unit, first
         self._names: list[str] = []
-        # Of each place of a parameter in a module: the module's dictionary, the key, and both values.
-        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Any]] = []
+        # Of each place of a parameter in a module: the module's dictionary, the key, both values, an address.
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, Any, int]] = []
         self._parameters: tuple[nn.Parameter, ...] = ()
         self._versions: tuple[int, ...] = ()
 
     def put(self, module: nn.Module, key: str, parameter: nn.Parameter, name: str) -> None:
         """Make `parameter` a parameter of `module`, and guard it there."""
         setattr(module, key, parameter)
-        self._places.append(
-            (module._parameters, key, parameter, Unreadable.like(parameter, name, self._unit))
-        )
+        unreadable = Unreadable.like(parameter, name, self._unit)
+        self._places.append((module._parameters, key, parameter, unreadable, parameter.data_ptr()))
         if not any(parameter is other for other in self._parameters):
             self._versions += (_FIRST_VERSION + self._first + len(self._names),)
             self._parameters += (parameter,)
             self._names.append(name)
 
     def set_readable(self, readable: bool) -> None:
-        """Let modules read the parameters from now on, or no more."""
-        for parameters, key, parameter, unreadable in self._places:
+        """Let modules read the parameters from now on, or no more. Raises RuntimeError as `check_held`."""
+        self.check_held()
+        for parameters, key, parameter, unreadable, _ in self._places:
             parameters[key] = parameter if readable else unreadable
         versions = (0,) * len(self._versions) if readable else self._versions
         torch._C._autograd._unsafe_set_version_counter(self._parameters, versions)
+
+    def check_held(self) -> None:
+        """Raise RuntimeError if a module has something else in a parameter's place, or that other memory."""
+        for parameters, key, parameter, unreadable, address in self._places:
+            found = parameters[key] if key in parameters else None  # noqa: SIM401 - a ScriptModule has no get
+            if (found is not parameter and found is not unreadable) or parameter.data_ptr() != address:
+                raise RuntimeError(
+                    f"{unreadable._parameter_name}: the model has another tensor in its place since the "
+                    "engine was built, or other memory, which the engine does not train; change a model "
+                    "before, and its weights by the engine's load_state_dict"
+                )
 
     def check_unwritten(self) -> None:
         """Raise RuntimeError if an operation has changed a parameter in place while it was readable."""

@@ -78,6 +78,16 @@ class Part:
 Parameters: TypeAlias = nn.Module | Part  # of a unit
 NamedUnits: TypeAlias = Sequence[tuple[str, Parameters]]  # in forward order
 
+_ORDER_FACTOR, _ORDERS = 1009, 1048573  # a prime
+
+
+def order_after(order: int, number: int) -> int:
+    """What follows from the order of some numbers, itself a number, and the next one; 0 before the first.
+
+    A polynomial modulo a prime, whose squares sum over ranks exactly in fp64.
+    """
+    return (order * _ORDER_FACTOR + number + 1) % _ORDERS
+
 
 def inside(unit: str, path: str) -> str:
     """The name in the model of what is at `path` in a unit; the unit "" is the model itself."""

@@ -8,10 +8,11 @@ from torch import Tensor
 from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.formats import SQUARES_BLOCK
-from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.gradients import Gradients
+from megatron_zpp.zero.reads import order_after
 from megatron_zpp.zero.sections import GRADIENT_NORM, WAIT_REDUCTIONS, Sections
 from megatron_zpp.zero.sharded_unit import Unit
+from megatron_zpp.zero.weights import Weights
 
 LEAST_WEIGHT = 1e-9  # of a step's losses: less than one token of any batch
 
@@ -34,22 +35,25 @@ def shrink_of(norm: Tensor, clip_grad: float) -> Tensor:
 class StepSums:
     """Sums over the ranks of `mesh`: each counts its shard, and one of them what tensor ranks share."""
 
-    def __init__(self, units: Sequence[Unit], gradients: Gradients, mesh: Mesh, sections: Sections) -> None:
+    def __init__(
+        self, units: Sequence[Unit], gradients: Gradients, weights: Weights, mesh: Mesh, sections: Sections
+    ) -> None:
         self._units, self._gradients, self._sections = list(units), gradients, sections
-        self._mesh = mesh
-        self.in_order: Tensor | None = None  # (); whether all ranks have sent the same units, newest step
+        self._mesh, self._weights = mesh, weights
+        self.in_order: Tensor | None = None  # (); whether ranks have sent the same in the newest step
 
-    def of_gradients(
-        self, weight: float | None, formats: DifferenceFormats | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def of_gradients(self, weight: float | None) -> tuple[Tensor, Tensor | None]:
         """The norm () fp64 of the summed gradient, and the sum () of weights: one all-reduce.
 
         `weight` is that of this rank's losses, None without weights. Squares are summed in fp32 in blocks
         that no shard boundary divides, then in fp64, whose rounding does not reach the result. So the
         clipping factor has the same bits however the gradient is sharded. What the newest exchange of weight
-        differences missed (`formats`) is added up with them. The norm is NaN, which skips the step, if ranks
-        have sent units in different orders, because gradients of different units were then added up.
+        differences missed is added up with them. The norm is NaN, which skips the step, if ranks have sent
+        gradients or weights of units in different orders, because those of different units were then mixed,
+        or if their micro-batches differ in number or some have no weights, so that ranks would divide by
+        other numbers.
         """
+        formats = self._weights.formats
         squares = []
         for units in (self._units[1:], self._units[:1]):  # the first unit's gradient is summed last
             with self._sections(WAIT_REDUCTIONS):
@@ -58,10 +62,10 @@ class StepSums:
                 squares += [self._gradients.squares_of(unit) for unit in units]
         with self._sections(GRADIENT_NORM):
             sums = [torch.cat(squares).sum(dtype=torch.float64).view(1)]
-            order = float(self._gradients.order)
-            sums += [torch.full_like(sums[0], order), torch.full_like(sums[0], order * order)]
-            if weight is not None:  # counts once for all tensor ranks
-                sums.append(torch.full_like(sums[0], weight if self._mesh.tensor_rank == 0 else 0.0))
+            order = order_after(self._gradients.order, self._weights.order)
+            order = order_after(order, weight is not None)
+            once = (weight or 0.0) if self._mesh.tensor_rank == 0 else 0.0  # for all tensor ranks
+            sums += [torch.full_like(sums[0], float(number)) for number in (order, order * order, once)]
             measured = [] if formats is None else [formats.measured.flatten()]
             total = sum_over_ranks(torch.cat((*sums, *measured)), self._mesh)
             if formats is not None:

@@ -17,6 +17,7 @@ from megatron_zpp.placement import within
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.difference_formats import DifferenceFormats
 from megatron_zpp.zero.prefetch import Prefetcher
+from megatron_zpp.zero.reads import order_after
 from megatron_zpp.zero.sections import Sections
 from megatron_zpp.zero.sharded_unit import Unit
 from megatron_zpp.zero.weight_codes import WeightEncoder
@@ -45,6 +46,7 @@ class Weights:
             sections,
             lambda at, allowed: units[at].set_readable(allowed),
         )
+        self.order = 0  # follows from the order in which slots were filled
         self._brought: dict[int, Pending] = {}  # by unit: the newest work that fills what is kept
         self._due = {index for index, unit in enumerate(units) if unit.kept is not None}  # to be brought
         self._coded = [index for index, unit in enumerate(units) if unit.layout.coded]
@@ -182,6 +184,7 @@ class Weights:
     def _fill(self, index: int) -> Pending:
         """Start to fill a unit's slot, from what is kept if something is, unless it was written in place."""
         unit, leg = self._units[index], self._legs[index].fill
+        self.order = order_after(self.order, index)
         if unit.kept is None:
             return leg.run(unit.gather_source, unit.full, self._decoding(unit, unit.full))
         if index in self._due:

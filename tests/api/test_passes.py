@@ -1,11 +1,15 @@
 """Micro-batches, losses and parameters that no step could count as meant: refused in one line."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils.parametrizations import weight_norm
 
 from megatron_zpp import PrecisionConfig, Topology
 from tests.api.models import Vision, engine_of, steps_of
@@ -124,6 +128,15 @@ def test_freezing_a_parameter_under_an_engine_is_refused(stage: int, trained: bo
     assert said.startswith("layers.1.linear.weight: requires_grad cannot change once the engine is built; ")
 
 
+class Casts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.head(x.to(self.head.weight.dtype))[:, 0].float() - y).square().mean()
+
+
 class Clamps(Layer):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -152,18 +165,89 @@ def test_weights_that_are_changed_in_place_are_refused_where_the_change_would_be
     steps_of(engine_of(stack_of(Clamps)(), zero_stage=0))  # the master weights themselves
 
 
+def halve(model: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach() / 2, model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda it: it.bfloat16(),
+            "head.weight: the model has another tensor in its place since the engine was",
+        ),
+        (
+            halve,
+            "head.weight: the model has another tensor in its place since the engine was built, or other m",
+        ),
+        (
+            lambda it: it.load_state_dict(Casts().state_dict(), assign=True),
+            "head.weight: the model has another ",
+        ),
+        (lambda it: weight_norm(it.head), "head.weight: the model has another tensor in its place since"),
+        (
+            lambda it: setattr(it.head, "bias", None),
+            "head.bias: the model has another tensor in its place since",
+        ),
+        (
+            lambda it: setattr(it, "lora", nn.Linear(1, 1)),
+            "lora.weight: is new since the engine was built, which",
+        ),
+    ],
+)
+def test_parameters_that_are_replaced_or_added_under_an_engine_are_refused(
+    change: Callable[[nn.Module], Any], said: str
+) -> None:
+    engine = engine_of(Casts(), zero_stage=0)
+    steps_of(engine, steps=1)
+    change(engine.model)
+    before = engine.state_dict()
+    assert refusal(steps_of, engine, error=RuntimeError).startswith(said)
+    assert same(engine.state_dict(), before)
+
+
+class Keeps(Casts):
+    """Reads a parameter that it had before the engine did, in an object that is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.read = partial(torch.add, self.shift)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(self.read(x), y)
+
+
+class LooksUp(Casts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x + F.embedding(x.argmax(1), self.table, sparse=True), y)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (
+            Keeps,
+            "shift: is read from outside of its module, by code that has kept it since before the engine",
+        ),
+        (
+            LooksUp,
+            "table: its gradient is sparse, and gradients are summed as dense ones; look rows up",
+        ),
+    ],
+)
+def test_gradients_that_no_step_could_take_are_refused(make: Callable[[], nn.Module], said: str) -> None:
+    assert refusal(steps_of, engine_of(make()), error=RuntimeError).startswith(said)
+
+
 @pytest.mark.parametrize("precision", [BF16, None])
 def test_the_models_own_load_state_dict_is_refused_where_it_would_be_lost(
     precision: PrecisionConfig | None,
 ) -> None:
-    class Casts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(WIDTH, 1)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return (self.head(x.to(self.head.weight.dtype))[:, 0].float() - y).square().mean()
-
     engine, other = (engine_of(Casts(), zero_stage=0, precision=precision) for _ in range(2))
     weights = Casts().state_dict()
     engine.model.load_state_dict(weights)
@@ -240,4 +324,54 @@ def test_units_whose_gradients_ranks_make_in_different_orders_are_refused(stage:
     assert on_ranks(2, choose, stage, True) == [[], []]
     for said in on_ranks(2, choose, stage, False):
         assert len(said) == 2
-        assert all(each.startswith("step: is skipped, because ranks have made gradients") for each in said)
+        assert all(each.startswith("step: is skipped, because ranks have read units or") for each in said)
+
+
+class Routes(Stack):
+    """Each rank reads a layer of its own, whose gradients no rank makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ModuleList(Layer() for _ in range(2)).requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor, route: Tensor | None = None) -> Tensor:
+        return super().forward(x if route is None else self.others[int(route)](x), y)
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [*((f"others.{number}", each) for number, each in enumerate(self.others)), *super().units()]
+
+
+def differ(topology: Topology) -> list[str]:
+    """What is said where ranks differ in what they read, evaluate, count and weigh."""
+    rank, said = topology.rank, []
+    route = torch.tensor(rank)
+    for stage, kind in [
+        (3, "reads"),
+        (1, "reads"),
+        (3, "evaluates"),
+        (0, "counts"),
+        (1, "counts"),
+        (0, "weighs"),
+    ]:
+        torch.manual_seed(0)
+        alone: dict[str, Any] = {"zero_prefetch_units": 0} if stage == 3 else {}  # else ranks would wait
+        engine = engine_of(Routes(), topology.mesh(), zero_stage=stage, **alone)
+        before = engine.state_dict().get("model", {})
+        if kind == "evaluates":
+            engine.evaluate((*batch_of(0, rank), route))
+        for index in range(count := 1 + rank if kind == "counts" else 1):
+            batch = (*batch_of(index, rank), route if kind == "reads" else None)
+            weight = 1.0 if kind == "weighs" and rank else None
+            engine.accumulate(batch, index=index, micro_batches=count, weight=weight)
+        said.append(refusal(engine.step, 1e-2, error=RuntimeError))
+        assert same(engine.state_dict().get("model", {}), before)
+        engine.close()
+    return said
+
+
+def test_ranks_that_would_mix_weights_or_divide_by_other_numbers_are_refused() -> None:
+    """Gathers of different units would make other weights of both; those of frozen units too."""
+    for said in on_ranks(2, differ):
+        assert all(each.startswith("step: is skipped, because ranks have read units or") for each in said), (
+            said
+        )

@@ -57,6 +57,10 @@ def listing(units: Callable[[Stack], Any]) -> Callable[[], Stack]:
     return with_(lambda model: setattr(model, "units", lambda: units(model)))
 
 
+class Other(Tensor):
+    """May compute otherwise than a plain tensor."""
+
+
 def hook(parameter: nn.Parameter, register: str) -> None:
     getattr(parameter, register)(lambda given: None)
 
@@ -99,6 +103,22 @@ NO_RULE = "must be an object with state_names: an UpdateRule"
         (
             with_(lambda it: setattr(it.head, "table", nn.Embedding(3, 4, sparse=True))),
             r"head.table.weight: gradients are dense; build it with sparse=False",
+        ),
+        (
+            with_(lambda it: setattr(it.head.weight, "data", it.layers[0].linear.weight.data[:1])),
+            r"head.weight: has the memory of layers.0.linear.weight, and would not have it under the ",
+        ),
+        (
+            with_(lambda it: it.register_buffer("first", it.head.weight.data)),
+            r"first: has the memory of head.weight, and would not have it under the engine; to tie ",
+        ),
+        (
+            with_(lambda it: setattr(it.head, "weight", nn.Parameter(torch.ones(1, 12).as_subclass(Other)))),
+            r"head.weight: is a Other, and the engine trains a plain parameter in its place; let the forward",
+        ),
+        (
+            with_(lambda it: it.register_buffer("graph", torch.eye(3).to_sparse(), persistent=False)),
+            r"graph: is torch.sparse_coo, and buffers are dense; build it in the forward, of ",
         ),
         (
             with_(lambda it: it.register_buffer("z", torch.zeros(2, dtype=torch.cfloat))),

@@ -241,6 +241,25 @@ class Nested(Stack):
         return [*super().units(), ("layers.2.other", self.layers[2].other)]
 
 
+class Noted(Layer):
+    """Reads what it has noted on a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.weight.scale = 3.0
+
+    def encode(self, x: Tensor) -> Tensor:
+        return super().encode(x * self.linear.weight.scale)
+
+
+class Scripted(Layer):
+    """Has a ScriptModule, whose parameters are in no dictionary of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.jit.script(self.linear)
+
+
 def stack_of(layer: Callable[[], nn.Module], kind: type[Stack] = Stack) -> Callable[[], Stack]:
     return lambda: kind(layer)
 
@@ -257,6 +276,8 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
     "tied inside": stack_of(TiesInside),
     "the rest": ReadsTheRest,
     "nested": stack_of(Deep, Nested),
+    "noted": stack_of(Noted),
+    "ScriptModule": stack_of(Scripted),
     "hook": stack_of(ReadsInHook),
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from megatron_zpp.distributed.topology import Topology
@@ -31,6 +32,7 @@ from tests.zero.own_modules import (
     losses_of_torch,
     read_wrongly,
     stack_of,
+    stack_that,
     steps_of,
 )
 from tests.zero.ranks import on_ranks
@@ -241,6 +243,38 @@ def test_an_evaluation_leaves_each_module_the_mode_that_it_had() -> None:
     assert torch.allclose(torch.tensor(losses), torch.tensor(losses_of_torch(stack_of(Quiet), 1, steps=2)))
 
 
+class Drops(Quiet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout.train()
+
+
+def test_modules_train_in_the_mode_that_they_have() -> None:
+    """Models of other programs may come in evaluation mode, in which torch trains them without dropout."""
+    make = lambda: stack_of(Drops)().eval()  # noqa: E731
+    expected = torch.tensor(losses_of_torch(make, 1))
+    assert torch.allclose(torch.tensor(steps_of(engine_of(make))), expected)
+
+
+@pytest.mark.parametrize("zero", [STAGES[0], STAGES[3]])
+def test_other_tensors_in_the_place_of_parameters_compute_or_are_refused(zero: dict[str, int]) -> None:
+    """A gather would put the parameters back, and the forward would compute with them."""
+
+    def generated(stack: Stack, layer: nn.Module, x: Tensor) -> Tensor:
+        made = {name: torch.ones_like(each) for name, each in layer.named_parameters()}
+        return functional_call(layer, made, (x,))
+
+    make = stack_that(run=generated)
+    if zero is STAGES[0]:
+        expected = torch.tensor(losses_of_torch(make, 1))
+        assert torch.allclose(torch.tensor(steps_of(engine_of(make, **zero))), expected)
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"^layers.0.linear.weight: the model has another tensor in its"
+        ):
+            steps_of(engine_of(make, **zero))
+
+
 def test_buffers_are_filled_by_name_and_said() -> None:
     said: list[str] = []
     engine = engine_of(stack_of(WithBuffers), say=said.append)
@@ -278,14 +312,28 @@ class AssignsTwice(Stack):
         return super().hidden(x)
 
 
+class AssignsLate(AssignsTwice):
+    """Its buffer is no tensor before the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = None
+
+
 def assign_buffers(topology: Topology) -> list[str]:
-    engine = engine_of(AssignsTwice, topology)
-    return [refusal(steps_of, engine, error=RuntimeError) for _ in range(10)]
+    engines = engine_of(AssignsTwice, topology), engine_of(AssignsLate, topology)
+    return [refusal(steps_of, engine, error=RuntimeError) for engine in engines for _ in range(5)]
 
 
 def test_a_buffer_that_a_forward_replaces_twice_is_refused() -> None:
     for said in on_ranks(2, assign_buffers):
         assert all(each.startswith("average: a buffer that the forward changes") for each in said), said
+
+
+def test_a_buffer_that_the_first_forward_makes_is_a_state() -> None:
+    engine = engine_of(AssignsLate)
+    steps_of(engine, steps=1)
+    assert engine.state_dict()["model"]["average"].tolist() == [1.0] * 12
 
 
 def change_buffers(topology: Topology) -> str:
