@@ -82,7 +82,7 @@ class Topology:
         for name in TORCHRUN_VARIABLES:
             if name not in given:
                 raise ValueError(
-                    f"{name} (not set): {', '.join(given)} are set; start with torchrun, or set all of "
+                    f"{name} (not set): needed with {', '.join(given)}; start with torchrun, or set all of "
                     f"{', '.join(TORCHRUN_VARIABLES)}"
                 )
             if not _is_number(given[name]):
