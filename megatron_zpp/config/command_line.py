@@ -137,8 +137,9 @@ def unwind_on_sigterm() -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the error's message on a single line, with its type unless the error is a ValueError."""
+    """Return the error's message on a single line, with its type unless it is a ValueError or one of ours."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     message = " ".join(str(error).split())
-    return message if isinstance(error, ValueError) and message else f"{type(error).__name__}: {message}"
+    says_all = isinstance(error, ValueError) or type(error).__module__.startswith("megatron_zpp.")
+    return message if says_all and message else f"{type(error).__name__}: {message}"

@@ -18,6 +18,7 @@ from megatron_zpp.checkpoint import together, write
 from megatron_zpp.checkpoint.directory import candidates
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.write import SaveFailed
+from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.reporter import Reporter
@@ -196,7 +197,7 @@ def save_to_a_full_disk(topology: Topology, directory: str) -> tuple[list[str], 
             saver.before_step()
     with pytest.raises(SaveFailed) as failed:
         saver.finish()
-    return reporter.lines, str(failed.value)
+    return reporter.lines, one_line(failed.value)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a file system")
