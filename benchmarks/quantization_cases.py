@@ -58,7 +58,9 @@ def all_cases() -> list[Case]:
         cases.append(Case("adamw_torchao", "8 bits, bf16 weights", _adamw_torchao, 4))
     for dtype in (torch.float32, torch.bfloat16):
         name = f"rotated4, {str(dtype).removeprefix('torch.')}"
-        cases.append(Case("quantize_rotated", name, partial(_quantize_rotated, dtype=dtype), dtype.itemsize))
+        for suffix, owed in (("", False), (", with error feedback", True)):
+            make = partial(_quantize_rotated, dtype=dtype, owed=owed)
+            cases.append(Case("quantize_rotated", name + suffix, make, dtype.itemsize))
     for count in (2, 4):
         cases.append(Case("sum_rotated", f"rotated4, {count} messages", partial(_sum_rotated, count=count)))
     return cases
@@ -82,10 +84,17 @@ def _add_difference(ops: Operations, elements: int, device: torch.device) -> Buf
     )
 
 
-def _quantize_rotated(ops: Operations, elements: int, device: torch.device, *, dtype: torch.dtype) -> Buffers:
+def _quantize_rotated(
+    ops: Operations, elements: int, device: torch.device, *, dtype: torch.dtype, owed: bool
+) -> Buffers:
     x = torch.randn(elements, device=device).to(dtype)
     messages = torch.empty(2, FOUR.message_bytes(elements // 2), dtype=torch.uint8, device=device)
-    return Buffers(x.nbytes + messages.nbytes, partial(ops.quantize_rotated, x, messages, FOUR, SIGNS))
+    call, nbytes = partial(ops.quantize_rotated, x, messages, FOUR, SIGNS), x.nbytes + messages.nbytes
+    if owed:
+        lost = torch.zeros(2, elements // 2, dtype=torch.bfloat16, device=device)
+        call = partial(call, lost=lost, divisor=torch.ones((), device=device))
+        nbytes += 2 * lost.nbytes
+    return Buffers(nbytes, call)
 
 
 def _sum_rotated(ops: Operations, elements: int, device: torch.device, *, count: int) -> Buffers:

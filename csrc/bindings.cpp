@@ -272,16 +272,23 @@ void add_difference(const Tensor& messages, const Tensor& reference, int64_t bit
 }
 
 void quantize_rotated(const Tensor& input, const Tensor& messages, int64_t bits, int64_t block, int64_t seed,
-                      int64_t unit, int64_t iteration, int64_t first) {
+                      int64_t unit, int64_t iteration, int64_t first, const std::optional<Tensor>& lost,
+                      const std::optional<Tensor>& divisor) {
   const char* name = "quantize_rotated";
   const LloydMaxFormat format = checks::lloyd_max(name, bits, block);
   checks::flat(name, "input", input, {at::kFloat, at::kBFloat16, at::kHalf}, block);
   const int64_t numel = checks::lloyd_max_messages(name, "messages", messages, input.numel(), format);
-  checks::same_device(name, {{"input", &input}, {"messages", &messages}});
+  if (lost) checks::feedback(name, *lost, provided(divisor), messages.size(0), numel);
+  checks::same_device(name, {{"input", &input},
+                             {"messages", &messages},
+                             {"lost", provided(lost)},
+                             {"divisor", provided(divisor)}});
   const Signs signs = checks::signs(name, seed, unit, iteration, first);
   if (numel == 0) return;
+  Feedback feedback{};
+  if (lost) feedback = {static_cast<Bf16*>(lost->mutable_data_ptr()), lost->stride(0), const_floats_of(*divisor)};
   run_on(input, QuantizeRotated{input.const_data_ptr(), dtype_of(input), input.numel(), bytes_of(messages),
-                                messages.size(0), format, signs});
+                                messages.size(0), format, signs, feedback});
 }
 
 void sum_rotated(const Tensor& messages, const Tensor& shard, int64_t bits, int64_t block, int64_t seed, int64_t unit,
@@ -342,7 +349,7 @@ TORCH_LIBRARY(megatron_zpp, library) {
   library.def("add_difference(Tensor messages, Tensor(a!) reference, int bits, int block) -> ()");
   library.def(
       "quantize_rotated(Tensor input, Tensor(a!) messages, int bits, int block, int seed, int unit, int iteration, "
-      "int first) -> ()");
+      "int first, Tensor(b!)? lost=None, Tensor? divisor=None) -> ()");
   library.def(
       "sum_rotated(Tensor messages, Tensor(a!) shard, int bits, int block, int seed, int unit, int iteration, "
       "int first, bool add) -> ()");

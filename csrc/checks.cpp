@@ -236,6 +236,18 @@ int64_t lloyd_max_messages(const char* op, const char* name, const at::Tensor& t
   return numel / groups;
 }
 
+void feedback(const char* op, const at::Tensor& lost, const at::Tensor* divisor, int64_t groups, int64_t numel) {
+  TORCH_CHECK_VALUE(lost.scalar_type() == at::kBFloat16 && lost.sizes() == at::IntArrayRef({groups, numel}), op,
+                    ": lost must be bfloat16 of shape (", text(groups), ", ", text(numel), "), got ", shown(lost));
+  contiguous_rows(op, "lost", lost);
+  TORCH_CHECK_VALUE(groups <= 1 || lost.stride(0) * lost.element_size() % kMessageAlignment == 0, op,
+                    ": rows of lost must begin a multiple of ", text(kMessageAlignment), " bytes apart, got strides ",
+                    shown(lost.strides()));
+  aligned(op, "lost", lost);
+  TORCH_CHECK_VALUE(divisor, op, ": divisor must be given with lost, got None");
+  contiguous(op, "divisor", *divisor, {at::kFloat}, at::IntArrayRef());
+}
+
 Signs signs(const char* op, int64_t seed, int64_t unit, int64_t iteration, int64_t first) {
   TORCH_CHECK_VALUE(first >= 0 && first % 128 == 0, op, ": first must be a multiple of 128, got ", text(first));
   return {philox_keys(uint64_t(seed)), uint32_t(unit), uint32_t(iteration), uint64_t(first)};

@@ -250,6 +250,11 @@ void quantize_rotated_blocks(const QuantizeRotated& op) {
     alignas(64) uint8_t codes[kLargestBlock];
     for (int64_t index = begin; index < end; ++index) {
       load(static_cast<const T*>(op.input) + index * n, x, n);
+      Bf16* lost = op.feedback.lost;
+      if (lost != nullptr) {
+        lost += index / blocks * op.feedback.distance + index % blocks * n;
+        for (int i = 0; i < n; ++i) x[i] += to_float(lost[i]) * *op.feedback.divisor;
+      }
       apply_signs(op.signs, op.signs.first + index * n, x, n);
       butterflies(x, n);
       const Power power = Power::of(x, n);
@@ -258,7 +263,14 @@ void quantize_rotated_blocks(const QuantizeRotated& op) {
       encode_levels<BITS>(z, n, sqrtf(squares * (1.f / n)), codes);
       levels.read(codes, n, [&](int i, float level) { chosen[i] = level; });
       const float ratio = squares / sum_of_products(z, chosen, n);
-      messages[index / blocks].write<BITS>(index % blocks, codes, power.stored(power.power * ratio));
+      const uint32_t stored = power.stored(power.power * ratio);
+      messages[index / blocks].write<BITS>(index % blocks, codes, stored);
+      if (lost == nullptr) continue;
+      const float scale = float_of(stored << 16), inverse = 1.f / *op.feedback.divisor;
+      levels.read(codes, n, [&](int i, float level) { x[i] -= level * scale; });
+      butterflies(x, n);
+      apply_signs(op.signs, op.signs.first + index * n, x, n);
+      for (int i = 0; i < n; ++i) lost[i] = narrow<Bf16>(x[i] * inverse);
     }
   });
 }

@@ -66,6 +66,14 @@ struct AddDifference {
   LloydMaxFormat format;
 };
 
+// What earlier codes lost of the numbers of each message, over a divisor: codes are of the numbers and of that, and what
+// they lose takes its place.
+struct Feedback {
+  Bf16* lost;           // null without
+  int64_t distance;     // elements from the beginning of one message's to that of the next
+  const float* divisor;
+};
+
 struct QuantizeRotated {
   const void* input;
   DType input_dtype;
@@ -74,6 +82,7 @@ struct QuantizeRotated {
   int64_t message_count;
   LloydMaxFormat format;
   Signs signs;
+  Feedback feedback;
 };
 
 // shard = sum of all messages, rotated back, or shard += that if `add`.

@@ -11,6 +11,44 @@ struct QuantizeRotatedParams {
   uint32_t blocks, tiles;  // of all messages
   Messages<BITS> messages;
   Signs signs;
+  Feedback feedback;
+};
+
+struct Nothing {};
+
+// What a lane's runs of a tile owe.
+template <typename S>
+class OwedTile {
+ public:
+  // Lanes past the end load the last block again.
+  template <typename PARAMS>
+  __device__ __forceinline__ void load(const PARAMS& p, uint32_t tile) {
+#pragma unroll
+    for (int b = 0; b < S::kAtOnce; ++b) {
+      const Bf16* block = place(p, min(S::block(tile, b), p.blocks - 1));
+#pragma unroll
+      for (int v = 0; v < S::kRuns; ++v) runs_[b][v].load(block + 8 * S::kLanes * v);
+    }
+  }
+
+  // Adds run v of block b, negated where the bit in `signs` is set.
+  __device__ __forceinline__ void add_to(int b, int v, uint32_t signs, float divisor, float (&x)[8]) const {
+    float owed[8];
+    runs_[b][v].to_floats(signs, owed);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[i] += owed[i] * divisor;
+  }
+
+  // The lane's first run of a block.
+  template <typename PARAMS>
+  __device__ static __forceinline__ Bf16* place(const PARAMS& p, uint32_t block) {
+    const Quotient message = p.messages.by_blocks(block);
+    return p.feedback.lost + message.quotient * p.feedback.distance + uint64_t(message.remainder) * S::kBlock +
+           S::run(0);
+  }
+
+ private:
+  Run<Bf16> runs_[S::kAtOnce][S::kRuns];
 };
 
 // A tile of a warp in shared memory, with a gap behind every eight 16-byte quads, so that neighbouring lanes that read
@@ -89,8 +127,9 @@ class LoadedTile {
 template <typename T>
 constexpr float kLargestSafePower = sizeof(T) == 2 ? 0x1p12f : 1.f;
 
-// A rotated block that is `factor` too large, as a block of a message.
-template <int BITS, typename S, typename T>
+// A rotated block of sums of T that is `factor` too large, as a block of a message. With OWED, x becomes what the codes
+// lose of it.
+template <int BITS, typename S, typename T, bool OWED>
 __device__ __forceinline__ void write_block(const QuantizeRotatedParams<BITS>& p, const LaneTables<BITS>& tables,
                                             uint32_t block, float (&x)[S::kRuns][8], float factor) {
   const Power power(bits_of(float_of(largest_magnitude<S>(x)) * factor));
@@ -122,8 +161,18 @@ __device__ __forceinline__ void write_block(const QuantizeRotatedParams<BITS>& p
   }
   const float ratio = quotient_of(squares, sum_of_block<S>(products));
   const uint32_t stored = power.stored(power.power * ratio);
+  const float scale = float_of(stored << 16);
+  const uint32_t kept = scale > 0.f ? ~0u : 0u;  // neither 0 nor NaN
+  if constexpr (OWED) {
+    const float level = level_of_lane<BITS>();
+#pragma unroll
+    for (int v = 0; v < S::kRuns; ++v) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        x[v][i] = x[v][i] * power.power - level_of<BITS>(level, (codes[v] & kept) >> 4 * i) * scale;
+    }
+  }
   if (block >= p.blocks) return;
-  const uint32_t kept = float_of(stored << 16) > 0.f ? ~0u : 0u;  // neither 0 nor NaN
   const Quotient message = p.messages.by_blocks(block);
   const Message<BITS> to = p.messages[message.quotient];
 #pragma unroll
@@ -132,32 +181,59 @@ __device__ __forceinline__ void write_block(const QuantizeRotatedParams<BITS>& p
   if (S::member() == 0) p.messages.store_scale(to, message.remainder, stored);
 }
 
+// What codes have lost of a rotated block goes to the place of what it owed.
+template <int BITS, typename S, typename SIGNS>
+__device__ __forceinline__ void write_owed(const QuantizeRotatedParams<BITS>& p, uint32_t block, float (&x)[S::kRuns][8],
+                                           SIGNS&& signs_of_run, float inverse) {
+  butterflies<S>(x);
+  multiply(x, kRotationFactor<S>);
+  if (block >= p.blocks) return;
+  Bf16* owed = OwedTile<S>::place(p, block);
+#pragma unroll
+  for (int v = 0; v < S::kRuns; ++v) {
+    const uint32_t signs = signs_of_run(v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) x[v][i] = (signs & 1u << i ? -x[v][i] : x[v][i]) * inverse;
+    store_eight<true>(owed + 8 * S::kLanes * v, x[v], true);
+  }
+}
+
 // TILE is where the tile that a warp encodes next waits.
-template <int BITS, typename S, typename T, typename TILE>
+template <int BITS, typename S, typename T, bool OWED, typename TILE>
 __device__ __forceinline__ void quantize_tiles(const QuantizeRotatedParams<BITS>& p, TILE& loaded, WarpSigns signs) {
+  using Sum = std::conditional_t<OWED, float, T>;
   // From 16-bit numbers, butterflies make no bits so low that a power of two loses them.
-  constexpr bool kLater = sizeof(T) == 2 && (kRotated<S> == 256 || kRotated<S> == 64);
+  constexpr bool kLater = sizeof(Sum) == 2 && (kRotated<S> == 256 || kRotated<S> == 64);
   const LaneTables<BITS> tables;
+  const float divisor = OWED ? *p.feedback.divisor : 1.f, inverse = 1.f / divisor;
   const T* input = static_cast<const T*>(p.input);
   uint32_t tile = uniform_warp_index() * kTilesOfSigns<S>;
   if (tile < p.tiles) loaded.load(input, tile, p.blocks);
   for (; tile < p.tiles; tile = tile_after<S>(tile)) {
     const uint32_t of_signs = tile % kTilesOfSigns<S>;
     if (of_signs == 0) signs.draw(p.signs, p.signs.first + uint64_t(tile) * S::kTileElements);
+    const auto signs_of = [&](int b, int v) {
+      return signs.of_run(S::run_of_tile(b, v) + of_signs * (S::kTileElements / 8));
+    };
+    std::conditional_t<OWED, OwedTile<S>, Nothing> owed;
+    if constexpr (OWED) owed.load(p, tile);
     loaded.wait();
     float x[S::kAtOnce][S::kRuns][8];
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {
 #pragma unroll
-      for (int v = 0; v < S::kRuns; ++v)
-        loaded.to_floats(b, v, signs.of_run(S::run_of_tile(b, v) + of_signs * (S::kTileElements / 8)), x[b][v]);
+      for (int v = 0; v < S::kRuns; ++v) {
+        loaded.to_floats(b, v, signs_of(b, v), x[b][v]);
+        if constexpr (OWED) owed.add_to(b, v, signs_of(b, v), divisor, x[b][v]);
+      }
     }
     if (tile_after<S>(tile) < p.tiles) loaded.load(input, tile_after<S>(tile), p.blocks);
 #pragma unroll
     for (int b = 0; b < S::kAtOnce; ++b) {
       butterflies<S>(x[b]);
       if constexpr (!kLater) multiply(x[b], kRotationFactor<S>);
-      write_block<BITS, S, T>(p, tables, S::block(tile, b), x[b], kLater ? kRotationFactor<S> : 1.f);
+      write_block<BITS, S, Sum, OWED>(p, tables, S::block(tile, b), x[b], kLater ? kRotationFactor<S> : 1.f);
+      if constexpr (OWED) write_owed<BITS, S>(p, S::block(tile, b), x[b], [&](int v) { return signs_of(b, v); }, inverse);
     }
   }
 }
@@ -166,17 +242,17 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeRotatedParams<BITS>
 template <typename S, typename T>
 constexpr bool kStaged = S::kTileElements * sizeof(T) <= 4096;
 
-template <int BITS, typename S, typename T>
-__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : 4) quantize_rotated_kernel(
+template <int BITS, typename S, typename T, bool OWED>
+__global__ void __launch_bounds__(kThreads, S::kRuns > 4 ? 1 : OWED ? 3 : 4) quantize_rotated_kernel(
     const __grid_constant__ QuantizeRotatedParams<BITS> p) {
   __shared__ WarpSigns::Storage storage[kThreads / kWarp];
   const WarpSigns signs(storage[threadIdx.x / kWarp]);
   if constexpr (kStaged<S, T>) {
     __shared__ StagedTile<S, T> tiles[kThreads / kWarp];
-    quantize_tiles<BITS, S, T>(p, tiles[threadIdx.x / kWarp], signs);
+    quantize_tiles<BITS, S, T, OWED>(p, tiles[threadIdx.x / kWarp], signs);
   } else {
     LoadedTile<S, T> tile;
-    quantize_tiles<BITS, S, T>(p, tile, signs);
+    quantize_tiles<BITS, S, T, OWED>(p, tile, signs);
   }
 }
 
@@ -189,10 +265,13 @@ void run(const QuantizeRotated& op, CUstream_st* stream) {
     const uint32_t blocks = index_of(op.elements / op.format.block);
     const QuantizeRotatedParams<kBits> params{
         op.input, blocks, tiles_of<S>(blocks), Messages<kBits>(op.messages, op.format, op.elements / op.message_count),
-        op.signs};
+        op.signs, op.feedback};
     with_dtype(op.input_dtype, [&](auto dtype) {
       using T = typename decltype(dtype)::type;
-      launch<quantize_rotated_kernel<kBits, S, T>>(warps_of<S>(params.tiles), stream, params);
+      if (op.feedback.lost == nullptr)
+        launch<quantize_rotated_kernel<kBits, S, T, false>>(warps_of<S>(params.tiles), stream, params);
+      else
+        launch<quantize_rotated_kernel<kBits, S, T, true>>(warps_of<S>(params.tiles), stream, params);
     });
   });
 }

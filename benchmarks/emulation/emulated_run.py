@@ -350,6 +350,7 @@ def _ranks(
         flat,
         lambda flat, count: ranks(flat, 1, count),
         IslandSettings(**settings.islands),
+        operations,
         ranks=settings.nodes * settings.ranks_per_node,
         steps=settings.steps,
         seed=seed,

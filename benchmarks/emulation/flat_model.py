@@ -12,7 +12,6 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.shape import layer_shape
-from megatron_zpp.ops.reference_rotation import SIGNS_PER_COUNTER
 from megatron_zpp.zero.build import in_order, layouts_of
 
 
@@ -71,7 +70,6 @@ class FlatModel:
         self.gradient = torch.zeros_like(self.compute)
         self.master = torch.zeros(self.numel, device=device)
         self.gaps = torch.ones(self.numel, dtype=torch.bool, device=device)
-        self.counters = _counters(places, self.numel, device)
         self._places, self.units, self._qkv = places, len(self.model.units()), layer_shape(config).qkv.runs
         for place in places:
             here = slice(place.start, place.start + place.numel)
@@ -94,12 +92,6 @@ class FlatModel:
         loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         return loss.detach()
-
-    def counters_of(self, here: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Philox's counter words of a range."""
-        first, last = here.start // SIGNS_PER_COUNTER, here.stop // SIGNS_PER_COUNTER
-        low, high, unit = self.counters
-        return low[first:last], high[first:last], unit[first:last]
 
     def runs_of(self, here: slice) -> list[UnitRun]:
         """The parts of a range that begins and ends where parameters do."""
@@ -193,15 +185,3 @@ def _kind(name: str, parameter: nn.Parameter) -> str:
     if not name.startswith("layers."):
         return TABLES
     return ATTENTION if ".attention." in name else MLP
-
-
-def _counters(places: list[_Place], numel: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Philox's counter words (low, high, unit), (numel / 128,) int64 each, of each element in the engine."""
-    index = torch.zeros(numel // SIGNS_PER_COUNTER, dtype=torch.int64)
-    unit = torch.zeros_like(index)
-    for place in places:
-        first = place.start // SIGNS_PER_COUNTER
-        count = -(-place.numel // SIGNS_PER_COUNTER)
-        index[first : first + count] = place.in_unit // SIGNS_PER_COUNTER + torch.arange(count)
-        unit[first : first + count] = place.unit
-    return (index & 0xFFFFFFFF).to(device), (index >> 32).to(device), unit.to(device)

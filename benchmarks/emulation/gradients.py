@@ -14,12 +14,8 @@ from torch import Tensor
 from benchmarks.emulation.flat_model import FlatModel, UnitRun
 from benchmarks.emulation.rungs import Rung, Travel
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
-from megatron_zpp.ops.lloyd_max import decoded
 from megatron_zpp.ops.operations import Operations
-from megatron_zpp.ops.reference_rotation import encode_rotated, random_signs, rotate, rotate_back
 from megatron_zpp.ops.signs import Signs
-
-Counters = tuple[Tensor, Tensor, Tensor]
 
 
 class NodeSum:
@@ -84,24 +80,29 @@ class Codes:
     def __init__(self, operations: Operations, format: QuantFormat, *, feedback: float) -> None:
         """`feedback`: the share of what codes lost that the next step sends."""
         self._operations, self._format, self._feedback = operations, format, feedback
-        self._errors: list[Tensor] | None = [] if feedback else None
+        self._lost: list[Tensor] | None = [] if feedback else None
 
     def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
         """See CrossNodeSum."""
-        values = nodes if self._errors is None else _with_errors(nodes, self._errors, self._feedback)
+        values = nodes
+        if self._lost is not None:
+            owed = _owed(nodes, self._lost, self._feedback)
+            values = [node + each for node, each in zip(nodes, owed, strict=True)]
         messages = torch.cat([_message(self._operations, self._format, value) for value in values])
-        if self._errors is not None:
-            for value, message, error in zip(values, messages, self._errors, strict=True):
-                arrived = torch.empty(1, len(value), device=value.device)
-                self._operations.dequantize(message[None], arrived, self._format)
-                error.copy_(value - arrived[0])
+        for value, message, lost in zip(values, messages, self._lost or (), strict=self._lost is not None):
+            arrived = torch.empty(1, len(value), device=value.device)
+            self._operations.dequantize(message[None], arrived, self._format)
+            lost.copy_(value - arrived[0])
         total = torch.empty_like(nodes[0])
         self._operations.sum_into(messages, total, self._format)
         return total
 
 
 class Rotated:
-    """Rotated Lloyd-Max codes as the engine has them: summed over the nodes, and rotated back once."""
+    """Rotated Lloyd-Max codes as the engine has them, with error feedback or without.
+
+    Codes are summed over the nodes, and rotated back once.
+    """
 
     def __init__(
         self,
@@ -110,56 +111,37 @@ class Rotated:
         runs: Sequence[UnitRun],
         gaps: Tensor,
         seed: int,
+        *,
+        feedback: float = 0.0,
     ) -> None:
-        """`runs` and `gaps` are those of the range."""
+        """`runs` and `gaps` are those of the range; `feedback` as in Codes."""
         self._operations, self._format, self._runs, self._seed = operations, format, runs, seed
-        self._gaps = gaps if gaps.any() else None
+        self._gaps, self._feedback = gaps if gaps.any() else None, feedback
+        self._lost: list[Tensor] | None = [] if feedback else None
+        self._divisor = torch.ones((), device=gaps.device)
 
     def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
         """See CrossNodeSum."""
         total = torch.empty_like(nodes[0])
+        lost = None if self._lost is None else _owed(nodes, self._lost, self._feedback)
         for run in self._runs:
-            part = total[run.here]
-            size = self._format.message_bytes(len(part))
+            part, format = total[run.here], self._format
+            size = format.message_bytes(len(part))
             messages = torch.empty(len(nodes), size, dtype=torch.uint8, device=part.device)
             signs = Signs(self._seed, run.unit, iteration, run.first)
-            for node, message in zip(nodes, messages, strict=True):
-                self._operations.quantize_rotated(node[run.here], message[None], self._format, signs)
-            self._operations.sum_rotated(messages, part, self._format, signs)
-        return total if self._gaps is None else total.masked_fill_(self._gaps, 0.0)
-
-
-class VariedRotated:
-    """The same in plain torch, with what the engine lacks: error feedback."""
-
-    def __init__(
-        self, format: LloydMaxFormat, counters: Counters, gaps: Tensor, seed: int, feedback: float
-    ) -> None:
-        """`counters` and `gaps` are those of the range; `feedback` as in Codes."""
-        self._format, self._counters, self._seed, self._feedback = format, counters, seed, feedback
-        self._gaps = gaps if gaps.any() else None
-        self._errors: list[Tensor] | None = [] if feedback else None
-
-    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
-        """See CrossNodeSum."""
-        values = nodes if self._errors is None else _with_errors(nodes, self._errors, self._feedback)
-        signs = random_signs(self._counters, self._seed, iteration).view(-1, self._format.block)
-        arrived = []
-        for node, value in enumerate(values):
-            x = value.view(-1, self._format.block)
-            bits = self._format.bits
-            arrived.append(decoded(*encode_rotated(rotate(x, signs), bits), bits))
-            if self._errors is not None:
-                lost = (x - rotate_back(arrived[node], signs)).view(-1)
-                self._errors[node].copy_(lost if self._gaps is None else lost.masked_fill(self._gaps, 0.0))
-        total = rotate_back(_ordered(arrived), signs).reshape(-1)
-        return total if self._gaps is None else total.masked_fill(self._gaps, 0.0)
+            for index, (node, message) in enumerate(zip(nodes, messages, strict=True)):
+                more = {} if lost is None else {"lost": lost[index][None, run.here], "divisor": self._divisor}
+                self._operations.quantize_rotated(node[run.here], message[None], format, signs, **more)
+            self._operations.sum_rotated(messages, part, format, signs)
+        for each in () if self._gaps is None else (total, *(lost or ())):
+            each.masked_fill_(self._gaps, 0.0)
+        return total
 
 
 class Regathered:
     """Sums whose owners send them on in codes: every node gets what the codes say, owners too."""
 
-    def __init__(self, sums: CrossNodeSum, again: VariedRotated) -> None:
+    def __init__(self, sums: CrossNodeSum, again: Rotated) -> None:
         self._sums, self._again = sums, again
 
     def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
@@ -181,26 +163,26 @@ def cross_node_sum(
     share = momentum if feedback == "momentum" else feedback
     if format in ("plain", "bf16"):
         return PlainSum(rounded=format == "bf16")
-    varied = partial(
-        VariedRotated, counters=flat.counters_of(here), gaps=flat.gaps[here], seed=seed, feedback=share
+    rotated = partial(
+        Rotated, operations, runs=flat.runs_of(here), gaps=flat.gaps[here], seed=seed, feedback=share
     )
     reduced: CrossNodeSum
     if format == "int8" or format == "int4":
         reduced = Codes(operations, QuantFormat(format, rung.gradient_block), feedback=share)
     else:
-        codes = LloydMaxFormat(int(format[-1]), rung.gradient_block)
-        if travel.varies:
-            reduced = varied(codes)
-        else:
-            reduced = Rotated(operations, codes, flat.runs_of(here), flat.gaps[here], seed)
-    return reduced if sums == "plain" else Regathered(reduced, varied(LloydMaxFormat(4, rung.gradient_block)))
+        reduced = rotated(LloydMaxFormat(int(format[-1]), rung.gradient_block))
+    if sums == "plain":
+        return reduced
+    return Regathered(reduced, rotated(LloydMaxFormat(4, rung.gradient_block), seed=seed + 1))
 
 
-def _with_errors(nodes: Sequence[Tensor], errors: list[Tensor], share: float) -> list[Tensor]:
-    """Each node's sum and the share of what it owes; the first time it owes nothing."""
-    if not errors:
-        errors += [torch.zeros_like(node, dtype=torch.bfloat16) for node in nodes]
-    return [node + share * error for node, error in zip(nodes, errors, strict=True)]
+def _owed(nodes: Sequence[Tensor], lost: list[Tensor], share: float) -> list[Tensor]:
+    """The share that is sent of what codes have lost of each node's sum; the first time that is nothing."""
+    if not lost:
+        lost += [torch.zeros_like(node, dtype=torch.bfloat16) for node in nodes]
+    for each in lost if share != 1.0 else ():
+        each *= share
+    return lost
 
 
 def _message(operations: Operations, format: QuantFormat, values: Tensor) -> Tensor:

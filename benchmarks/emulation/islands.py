@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel
-from benchmarks.emulation.gradients import CrossNodeSum, PlainSum, VariedRotated
+from benchmarks.emulation.gradients import CrossNodeSum, PlainSum, Rotated
 from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.ops.operations import Operations
 
 if TYPE_CHECKING:
     from benchmarks.emulation.emulated_run import EmulatedRanks
@@ -54,6 +55,7 @@ class Islands:
         flat: FlatModel,
         inner: Callable[[FlatModel, int], "EmulatedRanks"],
         settings: IslandSettings,
+        operations: Operations,
         *,
         ranks: int,
         steps: int,
@@ -74,7 +76,7 @@ class Islands:
         self._exchange: CrossNodeSum = PlainSum(rounded=False)
         if settings.bits < 32:
             codes, whole = LloydMaxFormat(settings.bits, BLOCK), slice(0, flat.numel)
-            self._exchange = VariedRotated(codes, flat.counters_of(whole), flat.gaps, seed, 1.0)
+            self._exchange = Rotated(operations, codes, flat.runs_of(whole), flat.gaps, seed, feedback=1.0)
 
     @property
     def skipped(self) -> Tensor:

@@ -22,11 +22,6 @@ class Travel(NamedTuple):
     sums: Sums
     feedback: Feedback
 
-    @property
-    def varies(self) -> bool:
-        """Whether rotated gradients have something that the engine does not have."""
-        return self.feedback != 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:

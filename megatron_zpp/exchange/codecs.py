@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.exchange.route import CodeFormat
-from megatron_zpp.ops.formats import QuantFormat
+from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 
@@ -49,17 +49,34 @@ class Codec(NamedTuple):
     format: CodeFormat
     operations: Operations
 
-    def encode(self, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int) -> None:
-        """Encode `rows` (R, n) into `messages` (G, bytes), each of R / G rows.
+    def encode(
+        self,
+        rows: Tensor,
+        messages: Tensor,
+        rotation: Rotation | None,
+        first: int,
+        feedback: Feedback | None = None,
+    ) -> None:
+        """Encode `rows` (R, n) into `messages` (G, bytes), each of R / G rows; with `feedback` of one row.
 
         `first` is the number of the first element (see Rotation). Rows that are rotated must be contiguous.
+        With feedback block codes overwrite the rows, which must be fp32.
         """
-        if isinstance(self.format, QuantFormat):
+        lost, divisor = (None, None) if feedback is None else (feedback.lost, feedback.divisor)
+        if isinstance(self.format, LloydMaxFormat):
+            assert rotation is not None
+            signs = rotation.signs._replace(first=first)
+            self.operations.quantize_rotated(
+                rows.view(-1), messages, self.format, signs, lost=lost, divisor=divisor
+            )
+            return
+        if lost is None or divisor is None:
             self.operations.quantize(rows, messages, self.format)
             return
-        assert rotation is not None
-        signs = rotation.signs._replace(first=first)
-        self.operations.quantize_rotated(rows.view(-1), messages, self.format, signs)
+        self.operations.quantize(rows.addcmul_(lost, divisor), messages, self.format)
+        for row, message in zip(rows.neg_(), messages, strict=True):
+            self.operations.sum_into(message[None], row, self.format, add=True)
+        torch.div(rows, -divisor, out=lost)
 
     def sum_into(
         self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int, *, add: bool
@@ -74,20 +91,6 @@ class Codec(NamedTuple):
         assert rotation is not None
         signs = rotation.signs._replace(first=first)
         self.operations.sum_rotated(messages, target, self.format, signs, add=add)
-
-    def encode_with(
-        self, feedback: Feedback, rows: Tensor, messages: Tensor, rotation: Rotation | None, first: int
-    ) -> None:
-        """Encode `rows` (R, n) fp32 and what earlier codes lost of them into `messages` (R, bytes).
-
-        The rows are overwritten.
-        """
-        lost, divisor, _ = feedback
-        self.encode(rows.addcmul_(lost, divisor), messages, rotation, first)
-        for row, message in zip(rows.neg_(), messages, strict=True):
-            self.sum_into(message[None], row, rotation, first, add=True)
-            first += len(row)
-        torch.div(rows, -divisor, out=lost)
 
     def decode_each(self, messages: Tensor, target: Tensor, rotation: Rotation | None, first: int) -> None:
         """Write what each of `messages` (P, bytes) stands for to its part of `target` (P · n,) fp32."""

@@ -95,11 +95,9 @@ class Hop:
         size = nbytes(self.stage.format, shards.numel() // self.ranks)
         sent, received = (buffer[: self.ranks * size] for buffer in (lane.sent, lane.received))
         messages = sent.view(self.ranks, size)
-        if feedback is None:
-            self.codec.encode(shards, messages, rotation, 0)
-        else:
-            exact = lane.exact[: shards.numel()].view(shards.shape).copy_(shards)
-            self.codec.encode_with(feedback, exact, messages, rotation, 0)
+        if feedback is not None and rotation is None:
+            shards = lane.exact[: shards.numel()].view(shards.shape).copy_(shards)
+        self.codec.encode(shards, messages, rotation, 0, feedback)
         lane.stream.all_to_all(received, sent)
         return received.view(self.ranks, size)
 
@@ -295,10 +293,8 @@ class Reduction:
             assert isinstance(far.stage.format, QuantFormat)
             received = part.hop.exchange(part.lanes[0], part.source, None)
             self._operations.sum_quantize(received, messages, far.stage.format)  # never in fp32 memory
-        elif feedback is not None:
-            far.codec.encode_with(feedback, part.sum().view(far.ranks, -1), messages, rotation, part.first)
         else:
-            far.codec.encode(part.sum().view(far.ranks, -1), messages, rotation, part.first)
+            far.codec.encode(part.sum().view(far.ranks, -1), messages, rotation, part.first, feedback)
 
     def _run(
         self, start: int, lanes: list[Lane], sources: list[Tensor], target: Target, pending: list[Pending]

@@ -75,14 +75,16 @@ def reduction_rooms(
     hops = [_hop_room(route, at, layouts, mesh) for at in range(len(route))]
     far = hops.pop() if len(route) > 1 and lanes(route, len(route) - 1, mesh) > 1 else None
     held = max(len(chunks(route, layout.shard_numel)[0]) for layout in layouts)
-    sums = far is not None and route[-1].format != torch.float32 and not fused(route)  # of a node, to encode
+    last = route[-1].format
+    sums = far is not None and last != torch.float32 and not fused(route)  # of a node, to encode
+    corrected = route[-1].feedback and isinstance(last, QuantFormat)  # what is encoded, in a room of its own
     return ReductionRooms(
         joined=0 if peer_writes else numel,
         dtype=first if isinstance(first, torch.dtype) else made,
         turns=lanes(route, 0, mesh) if len(route) == 1 else 1,
         near=tuple(hops),
         far=far,
-        exact=held * route[-1].ranks if sums or route[-1].feedback else 0,
+        exact=held * route[-1].ranks if sums or corrected else 0,
     )
 
 

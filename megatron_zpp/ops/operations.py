@@ -158,10 +158,23 @@ class Operations:
         run = self._of("reference_difference").add_difference
         run(messages, reference, format.bits, format.block)
 
-    def quantize_rotated(self, input: Tensor, messages: Tensor, format: LloydMaxFormat, signs: Signs) -> None:
-        """Rotate `input` (n,) fp32, bf16 or fp16 and encode it as `messages` (G, message_bytes(n / G))."""
+    def quantize_rotated(
+        self,
+        input: Tensor,
+        messages: Tensor,
+        format: LloydMaxFormat,
+        signs: Signs,
+        *,
+        lost: Tensor | None = None,
+        divisor: Tensor | None = None,
+    ) -> None:
+        """Rotate `input` (n,) fp32, bf16 or fp16 and encode it as `messages` (G, message_bytes(n / G)).
+
+        `lost` (G, n / G) bf16, whose rows may be apart, times `divisor` () fp32 is added to the input before,
+        and becomes what the codes lose of the sum, over `divisor`.
+        """
         run = self._of("reference_rotation").quantize_rotated
-        run(input, messages, format.bits, format.block, *signs)
+        run(input, messages, format.bits, format.block, *signs, lost, divisor)
 
     def sum_rotated(
         self,

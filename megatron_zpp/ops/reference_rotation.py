@@ -18,6 +18,9 @@ scale 0. A block with a NaN, an Inf or a butterfly that overflows has a NaN scal
 The receiver decodes, sums in the order of the senders, applies the butterflies, and then D:
 once for all senders. H and D mix the elements of a run, so gaps between parameters are zeroed afterwards.
 
+With error feedback x is the fp32 sum of the input and of what codes lost before times the divisor, and
+(y - level[q] · s) is rotated back, times 1 / divisor in fp32, and rounded to bf16: what the codes lose of x.
+
 Signs are bits of Philox4x32-7 with the key `seed` and the counter (e // 128, low and high 32 bits; unit;
 iteration): the sign of element e of a unit is negative where bit e % 32 of word e % 128 // 32 is set.
 """
@@ -60,15 +63,23 @@ def quantize_rotated(
     unit: int,
     iteration: int,
     first: int = 0,
+    lost: Tensor | None = None,
+    divisor: Tensor | None = None,
 ) -> None:
     """See Operations and Signs."""
     numel = len(input) // max(len(messages), 1)
-    for start, message in zip(range(0, len(input), max(numel, 1)), messages, strict=False):
-        encoded = []
+    for index, message in enumerate(messages if numel else ()):
+        encoded, start = [], index * numel
         for here in tiles(numel):
             x = input[start : start + numel][here].float().view(-1, block)
+            if lost is not None and divisor is not None:
+                x = x + lost[index, here].float().view(-1, block) * divisor
             signs = _signs_like(x, first + start + here.start, seed, unit, iteration)
-            encoded.append(encode_rotated(rotate(x, signs), bits))
+            rotated = rotate(x, signs)
+            encoded.append(encode_rotated(rotated, bits))
+            if lost is not None and divisor is not None:
+                missing = rotated - decoded(*encoded[-1], bits)
+                lost[index, here] = rotate_back(missing, signs).view(-1) * (1 / divisor)
         codes, stored = map(torch.cat, zip(*encoded, strict=True))
         write_message(message, codes, stored, LloydMaxFormat(bits, block))
 

@@ -289,14 +289,12 @@ class Gradients:
 
         def encode() -> None:
             reduced.wait()
-            sums = shard[None], message[None], rotation, unit.plan.shard.start
-            if unit.residuals is None:
-                codec.encode(*sums)
-                return
-            lost = unit.residuals.returned[None]
-            feedback = Feedback(lost, self._divisor, self._gaps[unit])
-            codec.encode_with(feedback, *sums)
-            clear(lost.view(-1), self._gaps[unit])
+            feedback = None
+            if unit.residuals is not None:
+                feedback = Feedback(unit.residuals.returned[None], self._divisor, self._gaps[unit])
+            codec.encode(shard[None], message[None], rotation, unit.plan.shard.start, feedback)
+            if feedback is not None:
+                clear(feedback.lost.view(-1), feedback.gaps)
 
         def decode(messages: Tensor) -> None:
             codec.decode_each(messages.view(-1, len(message)), total, rotation, unit.owned.start)

@@ -1,6 +1,7 @@
 """The compiled operations of Lloyd-Max codes equal the reference on a CPU bit for bit, on every device."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_differences(ops: Operations, bits: int, block: int, device: str) -> Non
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("bits", BITS)
 def test_rotations(ops: Operations, bits: int, block: int, dtype: torch.dtype, device: str) -> None:
-    """Encoded as three messages, and their sum written and added."""
+    """Encoded as three messages, with and without error feedback, and their sum written and added."""
     format, groups, copy = LloydMaxFormat(bits, block), 3, copies_on(device)
     x = numbers(31, block, 5, dtype)
     whole = groups * max(block, 128)  # signs are drawn for 128 elements at a time
@@ -90,6 +91,15 @@ def test_rotations(ops: Operations, bits: int, block: int, dtype: torch.dtype, d
     reference_rotation.quantize_rotated(x, messages, bits, block, *SIGNS)
     ops.quantize_rotated(copy(x), ours, format, SIGNS)
     assert_same_bits(ours.cpu(), messages)
+    owed = numbers(31, block, 6, torch.bfloat16)[: len(x)].view(groups, -1).clamp(-1e30, 1e30).nan_to_num()
+    lost = torch.zeros(groups, len(x) // groups + 8, dtype=torch.bfloat16)[:, :-8].copy_(
+        owed
+    )  # rows are apart
+    our_lost, divisor = torch.empty_like(lost, device=device).copy_(lost), torch.tensor(3.0)
+    reference_rotation.quantize_rotated(x, messages, bits, block, *SIGNS, lost, divisor)
+    ops.quantize_rotated(copy(x), ours, format, SIGNS, lost=our_lost, divisor=copy(divisor))
+    assert_same_bits(ours.cpu(), messages)
+    assert_same_bits(our_lost.cpu(), lost)
     shard = torch.randn(len(x) // groups)
     for add in (False, True):
         total = copy(shard)
@@ -101,11 +111,17 @@ def test_rotations(ops: Operations, bits: int, block: int, dtype: torch.dtype, d
 def test_wrong_tensors_are_refused(ops: Operations, device: str) -> None:
     format = LloydMaxFormat(4, 256)
     flat, message = torch.zeros(512, device=device), torch.zeros(1, 272, dtype=torch.uint8, device=device)
-    half = message[:, :144].contiguous()
+    half, lost = message[:, :144].contiguous(), torch.zeros(1, 512, dtype=torch.bfloat16, device=device)
     odd, between = torch.zeros(300, device=device)[1:257], Signs(0, 0, 0, 64)
     for call, given, said in (
         (ops.quantize_rotated, (flat, message, format, between), "first must be a multiple of 128, got 64"),
         (ops.quantize_rotated, (flat, half, format, SIGNS), "messages must be"),
+        (
+            partial(ops.quantize_rotated, lost=lost[0]),
+            (flat, message, format, SIGNS),
+            "lost must be bfloat16",
+        ),
+        (partial(ops.quantize_rotated, lost=lost), (flat, message, format, SIGNS), "divisor must be given"),
         (ops.add_difference, (message, flat[:300], format), "m a multiple of 256"),
         (ops.add_difference, (half, odd, format), "address of reference must be a multiple of 16"),
     ):

@@ -63,6 +63,18 @@ def test_nearly_unbiased_over_signs() -> None:
     assert (means[True] - x[0]).norm() / x.norm() < 0.02
 
 
+def test_what_codes_lose_and_what_arrives_is_what_was_sent() -> None:
+    """With what was owed before, times the divisor, but for bf16's rounding of what is kept."""
+    rows, owed, divisor = normal(1, 1024), normal(1, 1024, seed=1).bfloat16(), torch.tensor(8.0)
+    message = torch.zeros(1, LloydMaxFormat(4, 256).message_bytes(1024), dtype=torch.uint8)
+    lost, arrived = owed.clone(), torch.empty(1024)
+    quantize_rotated(rows[0], message, 4, 256, SEED, 3, 5, 0, lost, divisor)
+    sum_rotated(message, arrived, 4, 256, SEED, 3, 5, 0)
+    missing = rows[0].double() + 8 * owed[0].double() - arrived
+    assert (missing - 8 * lost[0].double()).norm() < 2**-8 * missing.norm()
+    assert missing.norm() > 0.05 * arrived.norm()
+
+
 def test_parts_of_a_unit_have_the_signs_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """So codes do not depend on the number of ranks, nor on tiles."""
     rows = normal(2, 1024)
