@@ -21,7 +21,7 @@ Point = tuple[int, ...]
 Runs = Mapping[Job, Mapping[str, Any]]
 _RATES = tuple(1e-3 * 2 ** (half / 2) for half in range(-4, 11))
 _SCALARS = tuple(2.0**half for half in range(-4, 5))
-_DECAYS = (0.0, 0.03, 0.1, 0.3, 1.0)
+_DECAYS = (0.0, 0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 @dataclass(frozen=True)
