@@ -58,6 +58,11 @@ def test_lloyd_max_codes_of_more_blocks_than_the_warps_hold_at_once() -> None:
     total = torch.empty(m, device="cuda")
     ops.sum_rotated(messages, total, format, SIGNS)
     assert ((total - x.sum(0)).square().mean() / x.sum(0).square().mean()).sqrt() < 0.12
+    lost, divisor = torch.zeros(1, m, dtype=torch.bfloat16, device="cuda"), torch.tensor(2.0, device="cuda")
+    ops.quantize_rotated(x[0], messages[:1], format, SIGNS, lost=lost, divisor=divisor)
+    ops.sum_rotated(messages[:1], total, format, SIGNS)
+    missing = x[0] - total
+    assert (missing - 2 * lost[0]).norm() < 2**-8 * missing.norm()
     reference = x[0] + 1e-3 * x[1]
     before = (x[0] - reference).norm()
     ops.quantize_difference(x[0], reference, messages[0], format)
