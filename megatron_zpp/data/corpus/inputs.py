@@ -32,12 +32,13 @@ def find_files(flag: str, patterns: Sequence[str], *, output: str | None = None)
     A directory stands for every file below it with a suffix of text or JSON lines. Globs and directories omit
     what this program wrote: caches of tokens and orders, records of tokenised data, and the file `output` of
     the flag --output. Directories also omit hidden directories. Raises ValueError if a pattern matches
-    nothing or is `output`, or if a file cannot be read or is not regular: parts of a file are read in
-    parallel, so a pipe has to be saved to a file first.
+    nothing, a file of an earlier one or is `output`, or if a file cannot be read or is not regular: parts of
+    a file are read in parallel, so a pipe has to be saved to a file first.
     """
     files: list[str] = []
+    patterns_of: dict[str, int] = {}  # the number of the pattern that a file was found by
     written = None if output is None else os.path.realpath(output)
-    for pattern in patterns:
+    for number, pattern in enumerate(patterns):
         found = _find(pattern)
         if written is not None:
             if os.path.isfile(pattern) and os.path.realpath(pattern) == written:
@@ -49,6 +50,9 @@ def find_files(flag: str, patterns: Sequence[str], *, output: str | None = None)
                 fix = f"holds no {either(TEXT + JSON_LINES)} file"
             raise option_error(flag, pattern, fix)
         for path in found:
+            first = patterns_of.setdefault(os.path.realpath(path), number)
+            if first != number:
+                raise option_error(flag, path, f"{patterns[first]} has it already; give each file once")
             try:
                 os.close(open_regular(path))
             except UnfitFile as error:
