@@ -25,6 +25,7 @@ from megatron_zpp.checkpoint.together import load_newest, read_back
 from megatron_zpp.checkpoint.write import write_checkpoint
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.words import counted
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
@@ -121,8 +122,12 @@ class ZeroEngine(engine.ZeroEngine):
             decoupled=decoupled,
             inside_nodes=inside_nodes,
         )
-        if matrices is None:
-            matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else {}
+        if matrices is None and config.optimizer.optimizer == "muon":
+            matrices, others = layer_matrices(model, listed)
+            if mesh.rank == 0:
+                trains = f"Muon trains {counted(len(matrices), 'matrix', 'matrices')}"
+                say(f" {trains}, and AdamW {', '.join(others) or 'no others'}")
+        matrices = {} if matrices is None else matrices
         checks.check_matrices(listed, matrices, config.optimizer, decoupled=decoupled)
         names = names_of(model, listed)
         if initialize is None:

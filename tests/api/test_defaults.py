@@ -203,15 +203,44 @@ def test_the_old_call_works_and_warns() -> None:
 
 
 def test_muon_trains_the_linear_maps_of_layers() -> None:
-    model = Holder(embedding=linear(), layers=listed(3), more=listed(1), head=linear())
-    model.layers[1].weight.requires_grad = False
-    nn.utils.parametrizations.weight_norm(model.layers[2])  # its weight is no parameter
-    assert layer_matrices(model) == {"layers.0.weight": (4,)}
+    layers = listed(6).append(nn.Linear(4, 0, bias=False)).append(nn.Conv1d(2, 2, 3))
+    model = Holder(embedding=linear(), layers=layers, more=listed(1), head=linear())
+    layers[1].weight.requires_grad = False
+    nn.utils.parametrizations.weight_norm(layers[2])  # its weight is no parameter
+    layers[3].weight = layers[0].weight
+    layers[4].weight = model.embedding.weight
+    matrices, others = layer_matrices(model, defaults.units_of(model))
+    assert matrices == dict.fromkeys(("layers.0.weight", "layers.5.weight"), (4,))
+    original = [f"layers.2.parametrizations.weight.original{part}" for part in (0, 1)]
+    assert {*others} == {"embedding.weight", *original, "layers.7.weight", "more.0.weight", "head.weight"}
+
+
+def shares(model: nn.Module) -> None:
+    model.layers[2].linear.weight = model.layers[0].linear.weight
+    model.units = None
+
+
+def names_otherwise(model: nn.Module) -> None:
+    units = [(f"layer{at}", layer) for at, layer in enumerate(model.layers)]
+    model.units = lambda: [*units, ("head", model.head)]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda model: None, [f"layers.{at}.linear.weight" for at in range(5)]),
+        (shares, [f"layers.{at}.linear.weight" for at in (0, 1, 3, 4)]),
+        (names_otherwise, [f"layer{at}.linear.weight" for at in range(5)]),
+    ],
+    ids=["", "a weight of two layers", "names of units"],
+)
+def test_what_muon_trains_by_default_is_said(change: Callable[[nn.Module], None], names: list[str]) -> None:
+    model, said = Stack(), list[str]()
+    change(model)
     config = EngineConfig(optimizer=OptimizerConfig(optimizer="muon"))
-    engine = ZeroEngine(Stack(), Mesh(), config, device=torch.device("cpu"))
-    matrices = [each.name for unit in engine.units for each in unit.layout.placements if each.matrices]
-    assert matrices == list(layer_matrices(engine.model))
-    assert matrices
+    engine = ZeroEngine(model, Mesh(), config, device=torch.device("cpu"), say=said.append)
+    assert names == [each.name for unit in engine.units for each in unit.layout.placements if each.matrices]
+    assert said == [f" Muon trains {len(names)} matrices, and AdamW head.weight"]
 
 
 @pytest.mark.parametrize("muon", [False, True])
