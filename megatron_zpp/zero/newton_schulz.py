@@ -5,8 +5,11 @@ NVIDIA's Emerging-Optimizers, which Megatron-LM's --muon-coefficient-type has:
 
     simple          Keller Jordan's, https://kellerjordan.github.io/posts/muon/
     quintic         of modded-nanogpt, for five steps
-    polar_express   2505.16932, for eight steps or more
-    aol             of flash-newton-schulz (Turbo-Muon), for four steps
+    polar_express   2505.16932, for any steps; the last ones repeat
+    aol             of flash-newton-schulz (Turbo-Muon), for four steps, of 1 / 1.2 of a matrix
+
+The norm of a matrix of rank one is its singular value. NVIDIA's aol makes a 1 a -1, so that such matrices,
+and those of one row or column, move along their gradients, not against them.
 """
 
 from collections.abc import Callable
@@ -37,7 +40,7 @@ COEFFICIENTS: dict[str, Coefficients] = {
         (1.8750, -1.2500, 0.3750),
     ),
     "aol": (
-        (4.0098, -7.0585, 2.4635),
+        (4.0098 / 1.2, -7.0585 / 1.2**3, 2.4635 / 1.2**5),
         (3.4585, -5.5479, 2.5959),
         (2.7573, -3.2939, 1.4254),
         (2.7215, -3.0494, 1.3169),
@@ -49,7 +52,7 @@ def coefficients(name: str, steps: int) -> Coefficients:
     """Those of so many steps, which config/optimizer.py has checked."""
     given = COEFFICIENTS[name]
     if name == "polar_express":
-        return (*given, *[given[-1]] * (steps - len(given)))
+        return (*given[:steps], *[given[-1]] * (steps - len(given)))
     assert steps % len(given) == 0, f"{steps} steps of {name}"
     return given * (steps // len(given))
 
