@@ -72,18 +72,26 @@ def orthogonalize_(matrices: Tensor, given: Coefficients) -> None:
     """Change matrices (n, rows, columns) in any float format, in which the products are too."""
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x = matrices * norms.clamp_min(_EPSILON).reciprocal().to(matrices.dtype)
-    tall = x.shape[1] > x.shape[2]
     product = _squared_of(x)
-    for step, (a, b, c) in enumerate(given, 1):
-        gram = product(x.mT if tall else x)
-        polynomial = product(gram, c, b)
-        pair = (x, polynomial) if tall else (polynomial, x)
-        x = torch.baddbmm(x, *pair, beta=a, out=matrices if step == len(given) else None)
+    for step, of_step in enumerate(given, 1):
+        x = _stepped(x, product, of_step, matrices if step == len(given) else None)
+
+
+def _stepped(
+    x: Tensor, product: Callable[..., Tensor], of_step: tuple[float, float, float], out: Tensor | None
+) -> Tensor:
+    """One step of matrices; a function, so that the symmetric ones are free before the next step's."""
+    a, b, c = of_step
+    tall = x.shape[1] > x.shape[2]
+    gram = product(x.mT if tall else x)
+    polynomial = product(gram, c, b)
+    pair = (x, polynomial) if tall else (polynomial, x)
+    return torch.baddbmm(x, *pair, beta=a, out=out)
 
 
 def squared(x: Tensor, of_product: float = 1.0, of_x: float = 0.0) -> Tensor:
     """of_product · x · xᵀ + of_x · x: (n, s, k) -> (n, s, s); x is symmetric unless `of_x` is 0."""
-    return torch.baddbmm(x, x, x.mT, beta=of_x, alpha=of_product) if of_x else x @ x.mT * of_product
+    return torch.baddbmm(x, x, x.mT, beta=of_x, alpha=of_product) if of_x else (x @ x.mT).mul_(of_product)
 
 
 def _squared_of(x: Tensor) -> Callable[..., Tensor]:
