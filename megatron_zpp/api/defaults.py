@@ -10,7 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.api.whole import Name, from_rank_0
+from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.zero.build import Initialize
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside, key_of
 
@@ -50,12 +53,16 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def layer_matrices(model: nn.Module, units: NamedUnits) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+def layer_matrices(
+    model: nn.Module, units: NamedUnits, optimizer: OptimizerConfig
+) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """What Muon trains by default, by its name in `units` with its rows; names of other trained weights.
 
-    The weights of nn.Linear in the layers, the modules of the longest ModuleLists: each is one matrix. None
-    is a weight that is computed from others, or that another kind of module or one outside of the layers has.
+    The weights of nn.Linear in the layers, the modules of the longest ModuleLists: each is one matrix, unless
+    `optimizer` splits a GPT's. None is a weight that is computed from others, or that another kind of module
+    or one outside of the layers has.
     """
+    rows = trained_matrices(model.config, optimizer) if isinstance(model, GPT) else {}
     layers = {id(part) for modules in _longest(model) for part in modules.modules()}
     linear, elsewhere = set[int](), set[int]()
     for part in model.modules():
@@ -69,7 +76,9 @@ def layer_matrices(model: nn.Module, units: NamedUnits) -> tuple[dict[str, tuple
         if weight.requires_grad and weight.dim() > 1 and weight.numel()
     }
     matrices = {
-        name: (weight.shape[0],) for name, weight in weights.items() if id(weight) in linear - elsewhere
+        name: rows.get(name, (weight.shape[0],))
+        for name, weight in weights.items()
+        if id(weight) in linear - elsewhere
     }
     return matrices, [name for name in weights if name not in matrices]
 

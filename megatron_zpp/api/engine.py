@@ -30,6 +30,7 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.storage.checksums import OnProgress
 from megatron_zpp.storage.location import Location, location
@@ -123,7 +124,7 @@ class ZeroEngine(engine.ZeroEngine):
             inside_nodes=inside_nodes,
         )
         if matrices is None and config.optimizer.optimizer == "muon":
-            matrices, others = layer_matrices(model, listed)
+            matrices, others = layer_matrices(model, listed, config.optimizer)
             if mesh.rank == 0:
                 trains = f"Muon trains {counted(len(matrices), 'matrix', 'matrices')}"
                 say(f" {trains}, and AdamW {', '.join(others) or 'no others'}")
@@ -153,6 +154,7 @@ class ZeroEngine(engine.ZeroEngine):
             timeout=timeout,
             say=say,
             decoupled=decoupled,
+            rate_factors=model.rate_factors() if isinstance(model, GPT) else {},
             matrices=matrices,
             inside_nodes=inside_nodes,
         )
