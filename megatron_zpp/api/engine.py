@@ -78,7 +78,7 @@ class ZeroEngine(engine.ZeroEngine):
     rank's GPU, or the CPU if there is none or the process group is gloo's; a GPU becomes the current device.
     `optimizer` is the arithmetic of another optimizer than AdamW. `operations`: by default the kernels, on a
     GPU and where the config quantises. `matrices`: by default, with Muon, the weights of linear maps in the
-    modules of the longest ModuleList, each whole.
+    modules of the longest ModuleList, each whole but for a GPT's; a line says which others AdamW trains.
 
     Raises ValueError, in one line, for a model or settings that the ranks cannot train.
     """
