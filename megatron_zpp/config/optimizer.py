@@ -188,7 +188,9 @@ class LearningRateConfig(Options):
     lr: float = option(None, "Peak learning rate; required.", above=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
     decoupled_lr: float | None = optional(
-        "Peak learning rate of the token embedding and the output layer; default --lr.", above=0
+        "Peak learning rate of the token embedding and the output layer, or of all that AdamW trains beside "
+        "Muon; default --lr.",
+        above=0,
     )
     decoupled_min_lr: float | None = optional(
         "Their learning rate at the end of the decay; default --min-lr.", needs="--decoupled-lr", at_least=0
