@@ -5,7 +5,7 @@ NVIDIA's Emerging-Optimizers, which Megatron-LM's --muon-coefficient-type has:
 
     simple          Keller Jordan's, https://kellerjordan.github.io/posts/muon/
     quintic         of modded-nanogpt, for five steps
-    polar_express   2505.16932, for any steps; the last ones repeat
+    polar_express   2505.16932, for any steps; after eight the last repeats
     aol             of flash-newton-schulz (Turbo-Muon), for four steps, of 1 / 1.2 of a matrix
 
 The norm of a matrix of rank one is its singular value. NVIDIA's aol makes a 1 a -1, so that such matrices,
