@@ -140,7 +140,7 @@ def check_matrices(
         raise option_error("matrices", dict(matrices), fix if not matrices else "needs --optimizer muon")
     for name, rows in matrices.items():
         shape = tuple(parameters[name].shape)
-        if len(shape) != 2:
+        if len(shape) != 2 or 0 in shape:
             raise option_error("matrices", {name: rows}, f"has the shape {shape}, and is no matrix; omit it")
         if not isinstance(rows, Sequence) or min(rows, default=0) < 1 or sum(rows) != shape[0]:
             fix = f"must be rows that add up to those of {shape}, such as ({shape[0]},)"

@@ -10,9 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.api.whole import Name, from_rank_0
+from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.zero.build import Initialize
-from megatron_zpp.zero.reads import inside, key_of
+from megatron_zpp.zero.reads import NamedUnits, distinct, inside, key_of
 
 
 def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -50,19 +53,34 @@ def has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def layer_matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The weights of nn.Linear in the layers, the modules of the longest ModuleLists; each is one matrix.
+def layer_matrices(
+    model: nn.Module, units: NamedUnits, optimizer: OptimizerConfig
+) -> tuple[dict[str, tuple[int, ...]], list[str]]:
+    """What Muon trains by default, by its name in `units` with its rows; names of other trained weights.
 
-    By name, with its rows: what Muon trains by default. A weight that is computed from others is none.
+    The weights of nn.Linear in the layers, the modules of the longest ModuleLists: each is one matrix, unless
+    `optimizer` splits a GPT's. None is a weight that is computed from others, or that another kind of module
+    or one outside of the layers has.
     """
+    rows = trained_matrices(model.config, optimizer) if isinstance(model, GPT) else {}
     layers = {id(part) for modules in _longest(model) for part in modules.modules()}
-    return {
-        f"{name}.weight": (weight.shape[0],)
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Linear) and id(part) in layers
-        if (weight := dict(part.named_parameters(recurse=False)).get("weight")) is not None
-        if weight.requires_grad
+    linear, elsewhere = set[int](), set[int]()
+    for part in model.modules():
+        is_linear = isinstance(part, nn.Linear) and id(part) in layers
+        for key, parameter in part.named_parameters(recurse=False):
+            (linear if is_linear and key == "weight" else elsewhere).add(id(parameter))
+    weights = {
+        name: weight
+        for unit, parameters in distinct(units)
+        for name, weight in parameters.named_parameters(unit)
+        if weight.requires_grad and weight.dim() > 1 and weight.numel()
     }
+    matrices = {
+        name: rows.get(name, (weight.shape[0],))
+        for name, weight in weights.items()
+        if id(weight) in linear - elsewhere
+    }
+    return matrices, [name for name in weights if name not in matrices]
 
 
 def _longest(model: nn.Module) -> list[nn.Module]:

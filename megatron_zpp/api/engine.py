@@ -25,10 +25,12 @@ from megatron_zpp.checkpoint.together import load_newest, read_back
 from megatron_zpp.checkpoint.write import write_checkpoint
 from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.words import counted
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.storage.checksums import OnProgress
 from megatron_zpp.storage.location import Location, location
@@ -76,7 +78,7 @@ class ZeroEngine(engine.ZeroEngine):
     rank's GPU, or the CPU if there is none or the process group is gloo's; a GPU becomes the current device.
     `optimizer` is the arithmetic of another optimizer than AdamW. `operations`: by default the kernels, on a
     GPU and where the config quantises. `matrices`: by default, with Muon, the weights of linear maps in the
-    modules of the longest ModuleList, each whole.
+    modules of the longest ModuleList, each whole but for a GPT's; a line says which others AdamW trains.
 
     Raises ValueError, in one line, for a model or settings that the ranks cannot train.
     """
@@ -121,8 +123,12 @@ class ZeroEngine(engine.ZeroEngine):
             decoupled=decoupled,
             inside_nodes=inside_nodes,
         )
-        if matrices is None:
-            matrices = layer_matrices(model) if config.optimizer.optimizer == "muon" else {}
+        if matrices is None and config.optimizer.optimizer == "muon":
+            matrices, others = layer_matrices(model, listed, config.optimizer)
+            if mesh.rank == 0:
+                trains = f"Muon trains {counted(len(matrices), 'matrix', 'matrices')}"
+                say(f" {trains}, and AdamW {', '.join(others) or 'no others'}")
+        matrices = {} if matrices is None else matrices
         checks.check_matrices(listed, matrices, config.optimizer, decoupled=decoupled)
         names = names_of(model, listed)
         if initialize is None:
@@ -148,6 +154,7 @@ class ZeroEngine(engine.ZeroEngine):
             timeout=timeout,
             say=say,
             decoupled=decoupled,
+            rate_factors=model.rate_factors() if isinstance(model, GPT) else {},
             matrices=matrices,
             inside_nodes=inside_nodes,
         )

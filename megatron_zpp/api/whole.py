@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import Placement, within
+from megatron_zpp.placement import Placement, overlap, within
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.model_states import (
     MOMENTUM,
@@ -148,6 +148,8 @@ def _gathered(engine: ZeroEngine, kind: str) -> dict[str, Tensor]:
         for tensor_rank in range(mesh.tensor_ranks if mesh.rank == 0 else 0):
             flat = torch.cat([shards[owner] for owner in owners_of(kind, mesh.at(tensor_rank))]).cpu()
             for placement, offset in zip(unit.layout.placements, unit.layout.offsets, strict=True):
+                if not overlap(range(offset, offset + placement.numel), every):
+                    continue
                 whole = found.setdefault(placement.name, torch.empty(placement.shape))
                 part = flat[offset : offset + placement.numel].view(placement.local_shape)
                 for here, there in placement.parts(tensor_rank):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megatron_zpp.config.zero import ZeroConfig
 
 _COEFFICIENTS = "--muon-coefficient-type"
-_NS_STEPS = {"simple": 1, "quintic": 5, "polar_express": 8, "aol": 4}  # those that have coefficients
+_NS_STEPS = {"simple": 1, "quintic": 5, "polar_express": 1, "aol": 4}  # multiples of these have coefficients
 _WSD, _MUON = "--lr-decay-style WSD", "--optimizer muon"
 # The smallest hidden size of a measured step with --fp8, and how many times as fast as bf16's that step was:
 # tensorwise in benchmarks/results/throughput_fp8.json, with 8-bit weights in throughput_fp8_1.3b.json.
@@ -99,10 +99,9 @@ class OptimizerConfig(Options):
     def check(self) -> None:
         """Refuse steps without coefficients, and optimizers that a state's format or time does not fit."""
         kind = self.muon_coefficient_type
-        repeats, known = kind != "polar_express", _NS_STEPS[kind]  # that one repeats its last step
-        if self.muon_num_ns_steps % known if repeats else self.muon_num_ns_steps < known:
-            allowed = "a multiple of" if repeats else "at least"
-            raise self.error("muon_num_ns_steps", f"must be {allowed} {known} with {_COEFFICIENTS} {kind}")
+        if self.muon_num_ns_steps % _NS_STEPS[kind]:
+            fix = f"must be a multiple of {_NS_STEPS[kind]} with {_COEFFICIENTS} {kind}"
+            raise self.error("muon_num_ns_steps", fix)
         if self.optimizer == "muon" and self.exp_avg_dtype not in ("fp32", "bf16"):
             raise self.error("exp_avg_dtype", "must be fp32 or bf16 with --optimizer muon")
         if self.optimizer == "muon" and self.splits_weights:
@@ -189,7 +188,9 @@ class LearningRateConfig(Options):
     lr: float = option(None, "Peak learning rate; required.", above=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
     decoupled_lr: float | None = optional(
-        "Peak learning rate of the token embedding and the output layer; default --lr.", above=0
+        "Peak learning rate of the token embedding and the output layer, or of all that AdamW trains beside "
+        "Muon; default --lr.",
+        above=0,
     )
     decoupled_min_lr: float | None = optional(
         "Their learning rate at the end of the decay; default --min-lr.", needs="--decoupled-lr", at_least=0

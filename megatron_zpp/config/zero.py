@@ -80,7 +80,8 @@ class ZeroConfig(Options):
             ("zero_hpz_partition_size", ("auto",)),
             ("zero_gradient_partition_size", ("auto", "off")),
         ):
-            size = getattr(self, name)
+            size = str(getattr(self, name))
+            object.__setattr__(self, name, size)  # a number, in Python
             if size not in words and not (size.isdecimal() and int(size) >= 1):
                 raise self.error(name, f"must be {either(('a whole number of ranks', *words))}")
 

@@ -246,17 +246,17 @@ def chunks(route: Route, shard: int) -> list[range]:
 def sent(route: Route, layout: Layout, mesh: Mesh, *, count: Collection[int], held: int = 1) -> SentBytes:
     """Bytes that this rank sends in those stages of a route whose numbers are in `count`, once each.
 
-    `held`: shards that this rank has of the unit before the first gather.
+    `held`: shards that this rank has of the unit before the first gather, which makes one message of them.
     """
-    total, cut = SentBytes(), list[Axis]()
+    total, cut, messages = SentBytes(), list[Axis](), 1
     for at, stage in enumerate(route):
         peers = _peers(mesh, stage.axes, ring=stage.verb != "reduce")
         if stage.verb == "reduce":
             cut += stage.axes
             part = _reduced_bytes(stage, route, layout, mesh, cut)
         else:
-            part = (stage.ranks - 1) * held * nbytes(stage.format, layout.shard_numel)
-            held *= stage.ranks
+            part = (stage.ranks - 1) * messages * nbytes(stage.format, held * layout.shard_numel)
+            messages *= stage.ranks
         total += peers * part if at in count else SentBytes()
     return total
 

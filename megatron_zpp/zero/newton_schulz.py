@@ -5,8 +5,11 @@ NVIDIA's Emerging-Optimizers, which Megatron-LM's --muon-coefficient-type has:
 
     simple          Keller Jordan's, https://kellerjordan.github.io/posts/muon/
     quintic         of modded-nanogpt, for five steps
-    polar_express   2505.16932, for eight steps or more
-    aol             of flash-newton-schulz (Turbo-Muon), for four steps
+    polar_express   2505.16932, for any steps; after eight the last repeats
+    aol             of flash-newton-schulz (Turbo-Muon), for four steps, of 1 / 1.2 of a matrix
+
+The norm of a matrix of rank one is its singular value. NVIDIA's aol makes a 1 a -1, so that such matrices,
+and those of one row or column, move along their gradients, not against them.
 """
 
 from collections.abc import Callable
@@ -37,7 +40,7 @@ COEFFICIENTS: dict[str, Coefficients] = {
         (1.8750, -1.2500, 0.3750),
     ),
     "aol": (
-        (4.0098, -7.0585, 2.4635),
+        (4.0098 / 1.2, -7.0585 / 1.2**3, 2.4635 / 1.2**5),
         (3.4585, -5.5479, 2.5959),
         (2.7573, -3.2939, 1.4254),
         (2.7215, -3.0494, 1.3169),
@@ -49,7 +52,7 @@ def coefficients(name: str, steps: int) -> Coefficients:
     """Those of so many steps, which config/optimizer.py has checked."""
     given = COEFFICIENTS[name]
     if name == "polar_express":
-        return (*given, *[given[-1]] * (steps - len(given)))
+        return (*given[:steps], *[given[-1]] * (steps - len(given)))
     assert steps % len(given) == 0, f"{steps} steps of {name}"
     return given * (steps // len(given))
 
@@ -69,18 +72,26 @@ def orthogonalize_(matrices: Tensor, given: Coefficients) -> None:
     """Change matrices (n, rows, columns) in any float format, in which the products are too."""
     norms = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x = matrices * norms.clamp_min(_EPSILON).reciprocal().to(matrices.dtype)
-    tall = x.shape[1] > x.shape[2]
     product = _squared_of(x)
-    for step, (a, b, c) in enumerate(given, 1):
-        gram = product(x.mT if tall else x)
-        polynomial = product(gram, c, b)
-        pair = (x, polynomial) if tall else (polynomial, x)
-        x = torch.baddbmm(x, *pair, beta=a, out=matrices if step == len(given) else None)
+    for step, of_step in enumerate(given, 1):
+        x = _stepped(x, product, of_step, matrices if step == len(given) else None)
+
+
+def _stepped(
+    x: Tensor, product: Callable[..., Tensor], of_step: tuple[float, float, float], out: Tensor | None
+) -> Tensor:
+    """One step of matrices; a function, so that the symmetric ones are free before the next step's."""
+    a, b, c = of_step
+    tall = x.shape[1] > x.shape[2]
+    gram = product(x.mT if tall else x)
+    polynomial = product(gram, c, b)
+    pair = (x, polynomial) if tall else (polynomial, x)
+    return torch.baddbmm(x, *pair, beta=a, out=out)
 
 
 def squared(x: Tensor, of_product: float = 1.0, of_x: float = 0.0) -> Tensor:
     """of_product · x · xᵀ + of_x · x: (n, s, k) -> (n, s, s); x is symmetric unless `of_x` is 0."""
-    return torch.baddbmm(x, x, x.mT, beta=of_x, alpha=of_product) if of_x else x @ x.mT * of_product
+    return torch.baddbmm(x, x, x.mT, beta=of_x, alpha=of_product) if of_x else (x @ x.mT).mul_(of_product)
 
 
 def _squared_of(x: Tensor) -> Callable[..., Tensor]:

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp import (
+    GPT,
     EngineConfig,
     Mesh,
     OptimizerConfig,
@@ -20,13 +22,18 @@ from megatron_zpp import (
 )
 from megatron_zpp.api import defaults
 from megatron_zpp.api.defaults import layer_matrices
+from megatron_zpp.model.shape import trained_matrices
 from tests.api.models import Stateless, Vision, engine_of, steps_of, steps_of_torch
+from tests.zero.engines import model_of
 from tests.zero.own_modules import Stack, initialize
 from tests.zero.ranks import on_ranks
 
 
 def units_of(model: nn.Module) -> list[str]:
     return [name for name, _ in defaults.units_of(model)]
+
+
+MUON = OptimizerConfig(optimizer="muon")
 
 
 class Holder(nn.Module):
@@ -203,15 +210,64 @@ def test_the_old_call_works_and_warns() -> None:
 
 
 def test_muon_trains_the_linear_maps_of_layers() -> None:
-    model = Holder(embedding=linear(), layers=listed(3), more=listed(1), head=linear())
-    model.layers[1].weight.requires_grad = False
-    nn.utils.parametrizations.weight_norm(model.layers[2])  # its weight is no parameter
-    assert layer_matrices(model) == {"layers.0.weight": (4,)}
-    config = EngineConfig(optimizer=OptimizerConfig(optimizer="muon"))
-    engine = ZeroEngine(Stack(), Mesh(), config, device=torch.device("cpu"))
-    matrices = [each.name for unit in engine.units for each in unit.layout.placements if each.matrices]
-    assert matrices == list(layer_matrices(engine.model))
-    assert matrices
+    layers = listed(6).append(nn.Linear(4, 0, bias=False)).append(nn.Conv1d(2, 2, 3))
+    model = Holder(embedding=linear(), layers=layers, more=listed(1), head=linear())
+    layers[1].weight.requires_grad = False
+    nn.utils.parametrizations.weight_norm(layers[2])  # its weight is no parameter
+    layers[3].weight = layers[0].weight
+    layers[4].weight = model.embedding.weight
+    matrices, others = layer_matrices(model, defaults.units_of(model), MUON)
+    assert matrices == dict.fromkeys(("layers.0.weight", "layers.5.weight"), (4,))
+    original = [f"layers.2.parametrizations.weight.original{part}" for part in (0, 1)]
+    assert {*others} == {"embedding.weight", *original, "layers.7.weight", "more.0.weight", "head.weight"}
+
+
+def shares(model: nn.Module) -> None:
+    model.layers[2].linear.weight = model.layers[0].linear.weight
+    model.units = None
+
+
+def names_otherwise(model: nn.Module) -> None:
+    units = [(f"layer{at}", layer) for at, layer in enumerate(model.layers)]
+    model.units = lambda: [*units, ("head", model.head)]
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (lambda model: None, [f"layers.{at}.linear.weight" for at in range(5)]),
+        (shares, [f"layers.{at}.linear.weight" for at in (0, 1, 3, 4)]),
+        (names_otherwise, [f"layer{at}.linear.weight" for at in range(5)]),
+    ],
+    ids=["", "a weight of two layers", "names of units"],
+)
+def test_what_muon_trains_by_default_is_said(change: Callable[[nn.Module], None], names: list[str]) -> None:
+    model, said = Stack(), list[str]()
+    change(model)
+    engine = ZeroEngine(
+        model, Mesh(), EngineConfig(optimizer=MUON), device=torch.device("cpu"), say=said.append
+    )
+    assert names == [each.name for unit in engine.units for each in unit.layout.placements if each.matrices]
+    assert said == [f" Muon trains {len(names)} matrices, and AdamW head.weight"]
+
+
+def test_a_gpt_has_the_matrices_and_rates_of_pretrain_gpt() -> None:
+    shape = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2, "swiglu": True}
+    config = model_of(hidden_size=32, use_mup=True, mup_base_hidden_size=16, **shape)
+    for optimizer in (MUON, replace(MUON, muon_no_split_qkv=True)):
+        engine = ZeroEngine(
+            GPT(config, 102).initialize(3),
+            Mesh(),
+            EngineConfig(optimizer=optimizer),
+            device=torch.device("cpu"),
+            say=lambda line: None,
+        )
+        placements = [each for unit in engine.units for each in unit.layout.placements]
+        found = {each.name: each.matrices for each in placements if each.matrices}
+        assert found == trained_matrices(config, optimizer)
+        assert {each.name: each.rate_factor for each in placements if each.matrices} == dict.fromkeys(
+            found, 0.5
+        )
 
 
 @pytest.mark.parametrize("muon", [False, True])

@@ -173,6 +173,11 @@ def test_a_model_that_would_be_trained_otherwise_is_refused(make: Callable[[], n
             r"matrices .*: has the shape \(1,\), and is no matrix; omit it",
         ),
         (
+            with_(lambda it: setattr(it.head, "empty", nn.Linear(0, 3))),
+            MUON | {"matrices": {"head.empty.weight": (3,)}},
+            r"matrices .*: has the shape \(3, 0\), and is no matrix; omit it",
+        ),
+        (
             FROZEN,
             MUON | {"decoupled": ["layers.0.linear.weight"]},
             "decoupled layers.0.linear.weight: Muon trains it, at the first .*",

@@ -68,6 +68,15 @@ def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {f"{kind}/{name}": value for kind, each in kinds.items() for name, value in each.items()}
 
 
+def test_a_state_of_muon_has_momentum_of_matrices_and_moments_of_the_rest() -> None:
+    engine = engine_of(Vision(), muon=True)
+    steps_of(engine)
+    names = {each.name: bool(each.matrices) for unit in engine.units for each in unit.layout.placements}
+    states = engine.state_dict()["optimizer"]
+    for kind, of_matrices in (("momentum_buffer", True), ("exp_avg", False), ("exp_avg_sq", False)):
+        assert states[kind].keys() == {name for name, is_one in names.items() if is_one == of_matrices}
+
+
 def moved(topology: Topology, directory: str, stage: int) -> list[float]:
     """Losses of an engine that takes over what other ranks saved; the first one trains and saves itself."""
     torch.manual_seed(3)

@@ -179,6 +179,8 @@ def test_a_key_that_would_change_the_result_is_refused(file: Path, key: str) -> 
         ),
         ({"communication_data_type": "int8"}, 'communication_data_type "int8": must be fp32 or bf16'),
         ({"optimizer": {"type": "Lamb"}}, 'optimizer.type "Lamb": must be AdamW'),
+        ({"optimizer": {"type": "Muon"}}, 'optimizer.type "Muon": must be AdamW …Muon is --optimizer muon'),
+        ({"optimizer": {"params": {"momentum": 0.95}}}, "params.momentum 0.95: … --muon-momentum"),
         ({"optimizer": {"params": {"betas": [0.9]}}}, "betas [0.9]: must be a list of two numbers"),
         (
             {"fp16": {"enabled": True, "initial_scale_power": 200}},

@@ -13,6 +13,7 @@ from megatron_zpp.config.model import preset_fields
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
+from megatron_zpp.config.zero import ZeroConfig
 from tests.config.command_line import MINIMAL
 
 # Megatron-LM's defaults that users have in their fingers (its arguments.py, core 0.12).
@@ -128,3 +129,11 @@ def test_auto_takes_apex_only_where_it_can_do_what_is_asked(
             parse(*flags.split(), "--fused-backend", "apex")
     else:
         assert resolve_fused_backend(parse(), "cpu", compiles=False) == "torch"
+
+
+def test_groups_are_numbers_or_words_in_python_too() -> None:
+    for size, text in ((2, "2"), ("auto", "auto")):
+        zero = ZeroConfig(zero_stage=3, zero_hpz_partition_size=size, zero_gradient_partition_size=size)
+        assert zero.zero_hpz_partition_size == zero.zero_gradient_partition_size == text
+    with pytest.raises(ValueError, match=r"^--zero-hpz-partition-size 2\.5: must be a whole number of "):
+        ZeroConfig(zero_stage=3, zero_hpz_partition_size=2.5)

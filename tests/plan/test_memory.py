@@ -104,6 +104,7 @@ def peak_of(run: Callable[[], None]) -> int:
         ({"zero_stage": 1, "zero_unit": "sublayer"}, {}, {"fp32": True}, WIDE | {"micro_batches": 2}),
         nightly({"zero_stage": 3}, {}, {"fp32": True}, WIDE | {"vocab": 8000} | UNTIED),
         ({"zero_stage": 3}, {}, BF16, {"optimizer": MUON}),
+        ({"zero_stage": 3}, FULL, {"fp32": True}, WIDE | {"optimizer": MUON}),  # at Newton-Schulz's peak
         ({"zero_stage": 1}, {}, BF16, {"optimizer": SPLIT}),
         ({"zero_stage": 3} | QWZ, {}, BF16, {"optimizer": FP8}),
         ({}, IN_CHUNKS, BF16, LONG | {"ffn_hidden_size": 2048}),

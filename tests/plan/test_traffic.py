@@ -64,6 +64,7 @@ CASES: list[Case] = [  # ZeRO, recomputation, micro-batches, more of the job
     *((zero, {}, 1, {"precision": FP32}) for zero in ({"zero_stage": 2}, STAGE_3, ALL)),
     *((zero, {}, 1, {"optimizer": MUON}) for zero in ({"zero_stage": 0}, STAGE_3, FOUR_BITS)),
     (STAGE_3, {}, 1, {"optimizer": MUON_IN_BF16}),
+    *((zero | QWZ, {}, 2, {"optimizer": MUON}) for zero in ({"zero_stage": 1}, STAGE_3, {"zero_stage": 2})),
 ]
 SHARED: list[Case] = [
     *(({"zero_stage": stage}, {}, 2) for stage in (0, 1, 2, 3)),

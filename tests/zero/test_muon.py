@@ -246,13 +246,31 @@ def check(rank: dict[str, list], weights: dict[str, Tensor], changes: dict[str, 
         assert (torch.tensor(rank[name]) - weight).norm() < 1e-5 * changes[name].norm(), name
 
 
-def test_steps_without_coefficients_are_refused() -> None:
-    for kind, given in newton_schulz_steps.COEFFICIENTS.items():
-        OptimizerConfig(optimizer="muon", muon_coefficient_type=kind, muon_num_ns_steps=len(given))
-        said = f"--muon-num-ns-steps 3: must be .* {len(given)} with --muon-coefficient-type {kind}"
-        if len(given) > 1:
-            with pytest.raises(ValueError, match=said):
-                OptimizerConfig(optimizer="muon", muon_coefficient_type=kind, muon_num_ns_steps=3)
+@pytest.mark.parametrize(
+    ("kind", "multiple"), [("simple", 1), ("quintic", 5), ("polar_express", 1), ("aol", 4)]
+)
+def test_steps_without_coefficients_are_refused(kind: str, multiple: int) -> None:
+    for steps in range(1, 11):
+        settings: dict[str, Any] = {"muon_coefficient_type": kind, "muon_num_ns_steps": steps}
+        if steps % multiple == 0:
+            OptimizerConfig(optimizer="muon", **settings)
+            assert len(newton_schulz_steps.coefficients(kind, steps)) == steps
+            continue
+        said = f"--muon-num-ns-steps {steps}: must be a multiple of {multiple} with --muon-coefficient-type"
+        with pytest.raises(ValueError, match=said):
+            OptimizerConfig(optimizer="muon", **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "given"), newton_schulz_steps.COEFFICIENTS.items())
+def test_no_singular_value_becomes_negative(kind: str, given: tuple, dtype: torch.dtype) -> None:
+    """Of matrices of norm 1, nor the largest there can be: 1, that of a matrix of rank one."""
+    first = torch.linspace(0.02, 1, 99)
+    matrices = torch.stack([first, (1 - first**2).sqrt()], 1).diag_embed().to(dtype)
+    newton_schulz_steps.orthogonalize_(matrices, given * 5 if kind == "simple" else given)
+    values = matrices.float().diagonal(dim1=1, dim2=2)
+    assert (values[:, 0] > 0.6).all()
+    assert (values[:-1, 1] > 0.6).all()
 
 
 def test_in_bf16_singular_values_of_an_update_are_near_one() -> None:

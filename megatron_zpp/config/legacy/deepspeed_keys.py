@@ -78,7 +78,7 @@ def _initial_scale(power: int) -> Settings:
 
 def _adamw(name: str) -> Settings:
     if name.lower() not in ("adam", "adamw", "fusedadam"):
-        raise ValueError("must be AdamW; Adam is DeepSpeed's other name for it")
+        raise ValueError("must be AdamW; Adam is DeepSpeed's other name for it, and Muon is --optimizer muon")
     return {}
 
 
@@ -164,7 +164,7 @@ _REPORTS: dict[str, Rule] = {
 }
 
 _OPTIMIZER: dict[str, Rule] = {
-    "optimizer.type": Obeyed("none: AdamW is the only one", "text", _adamw),
+    "optimizer.type": Obeyed("none: AdamW is the default of --optimizer", "text", _adamw),
     "optimizer.params.lr": _number("learning_rate.lr"),
     "optimizer.params.betas": Obeyed(
         "--adam-beta1 --adam-beta2",
@@ -177,6 +177,9 @@ _OPTIMIZER: dict[str, Rule] = {
     "optimizer.params.bias_correction": Only((True,), "not supported: AdamW without bias correction"),
     "optimizer.params.amsgrad": Only((False,), "not supported: AMSGrad"),
     "optimizer.params.max_grad_norm": Refused("use gradient_clipping or --clip-grad"),
+    "optimizer.params.momentum": Refused("use --optimizer muon with --muon-momentum"),
+    "optimizer.params.muon_lr": Refused("use --optimizer muon with --lr"),
+    "optimizer.params.adam_lr": Refused("use --optimizer muon with --decoupled-lr"),
 }
 
 _PRECISION: dict[str, Rule] = {
@@ -219,7 +222,7 @@ _RECOMPUTATION: dict[str, Rule] = {
 _IDLE = {  # with zero. for zero_optimization.
     "gradients are dense, divided by the ranks and accumulated in flat buffers": """prescale_gradients
         gradient_predivide_factor sparse_gradients zero.contiguous_gradients""",
-    "AdamW is the only optimizer, and --fused-backend selects its implementation": """
+    "--optimizer names the optimizer, and --fused-backend selects AdamW's implementation": """
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer optimizer.params.torch_adam""",
     "micro-batches are counted here, and every batch is whole": """managed_gradient_accumulation
         dataloader_drop_last""",
