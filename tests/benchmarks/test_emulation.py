@@ -26,6 +26,7 @@ from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.attention import DotProduct
+from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.library import load_operations
 from megatron_zpp.zero import difference_formats
@@ -182,6 +183,54 @@ def test_final_weights_are_those_of_real_ranks(micro_batches: int, cases: list[C
     assert all(other == first for other in others)
     pairs = zip(cases, first, strict=True)
     assert not [case for case, real in pairs if emulated(case, 4, micro_batches) != real]
+
+
+def muon_step(started: Topology, nodes: int) -> dict[str, list]:
+    """The weights after a step with 4-bit codes of gradients and of their sums."""
+    optimizer = OptimizerConfig(
+        optimizer="muon",
+        weight_decay=0.1,
+        muon_momentum=0.95,
+        muon_nesterov=True,
+        muon_extra_scale_factor=SCALE,
+    )
+    local = started.world_size // nodes
+    engine = engine_of(
+        MODEL,
+        VOCAB,
+        zero=ZeroConfig(**ALL_ON, **SETTINGS[EVERYWHERE]),
+        optimizer=optimizer,
+        precision=PrecisionConfig(fp32=True),
+        topology=Topology(started.rank, started.world_size, started.rank % local, local),
+        operations=operations(),
+        kernel=ATTENTION,
+        seed=SEED,
+        matrices=trained_matrices(MODEL, optimizer),
+    )
+    engine.accumulate(batches(0, started.world_size)[started.rank])
+    engine.step(1e-2)
+    weights = {name: weight.tolist() for name, weight in weights_of(engine).items()}
+    engine.close()
+    return weights
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_muon_with_codes_of_sums_takes_the_step_of_real_ranks(nodes: int) -> None:
+    """But for the order of sums. Of matrices; in the engine norms and biases beside them travel likewise."""
+    rung = RUNGS["sums4 feedback"]
+    flat, plain = small_flat(rung), small_flat(RUNGS["baseline"])
+    grid = {"nodes": nodes, "ranks_per_node": 4 // nodes}
+    for each, of in ((flat, rung), (plain, RUNGS["baseline"])):
+        state = emulated_ranks(each, of, **grid, seed=SIGNS_SEED, muon=MuonSettings())
+        state.accumulate(batches(0, 4))
+        state.step(1e-2, iteration=0)
+    (real, *_), first = on_ranks(4, muon_step, nodes), small_flat(rung)
+    begun, exact = first.by_name(first.master), plain.by_name(plain.master)
+    for name, weight in flat.by_name(flat.master).items():
+        if weight.dim() == 2 and name.startswith("layers."):
+            moved = (weight - begun[name]).norm()
+            assert (torch.tensor(real[name]) - weight).norm() < 1e-5 * moved, name
+            assert (exact[name] - weight).norm() > 1e-2 * moved, name
 
 
 def test_raised_units_are_those_of_real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
