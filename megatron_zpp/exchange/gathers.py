@@ -43,8 +43,10 @@ class Leg:
 
     def __init__(self, stages: Route, mesh: Mesh, streams: Sequence[Sequence[CommStream]], room: int) -> None:
         self.stages, shards = stages, 1
+        later = [stages[at:] for at in range(len(stages) + 1)]
         # The place of a rank's part among those that later stages bring together: the last axis is outermost.
-        self._places = [mesh.index(*axes_of(stages[at:][::-1])) for at in range(len(stages) + 1)]
+        self._places = [mesh.index(*axes_of(each[::-1])) for each in later]
+        self._parts = [math.prod(stage.ranks for stage in each) for each in later]
         self._relays: list[deque[Relay]] = []
         for at, (stage, lanes) in enumerate(zip(stages, streams, strict=True)):
             shards *= stage.ranks
@@ -116,5 +118,5 @@ class Leg:
 
     def _part(self, target: Tensor, stages: int) -> Tensor:
         """What this rank has of `target` after so many stages."""
-        parts = math.prod(stage.ranks for stage in self.stages[stages:])
-        return target.view(parts, -1)[self._places[stages]]
+        parts = self._parts[stages]
+        return target if parts == 1 else target.view(parts, -1)[self._places[stages]]

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from megatron_zpp.placement import SHARD_MULTIPLE, Layout
 
@@ -25,7 +26,8 @@ def segments_inside(parts: Iterable[GradSegment], owned: range) -> Iterator[Grad
     for start, flat in parts:
         begin, end = max(start, owned.start), min(start + len(flat), owned.stop)
         if begin < end:
-            yield GradSegment(begin - owned.start, flat[begin - start : end - start])
+            inside = flat if end - begin == len(flat) else flat[begin - start : end - start]
+            yield GradSegment(begin - owned.start, inside)
 
 
 def join(parts: Sequence[GradSegment], room: Tensor) -> Tensor:
@@ -45,27 +47,23 @@ def segments_of(layout: Layout, produced: list[Tensor], large: int) -> tuple[Gra
     do.
     """
     segments: list[GradSegment] = []
-    copied: list[int] = []
-    start = 0
-    for index, gradient in enumerate(produced):
-        blocks = layout.offsets[index] % SHARD_MULTIPLE == 0 == gradient.numel() % SHARD_MULTIPLE
-        if gradient.numel() >= large and blocks and gradient.is_contiguous():
-            segments += _copy(layout, range(start, layout.offsets[index]), copied, produced)
-            segments.append(GradSegment(layout.offsets[index], gradient.view(-1)))
-            start, copied = layout.offsets[index] + gradient.numel(), []
+    neighbours: list[Tensor] = []  # and zeros in the gaps behind them
+    zeros = produced[0].new_zeros(layout.numel - sum(map(Tensor.numel, produced)))
+    start, following = 0, (*layout.offsets[1:], layout.numel)
+    for gradient, begin, after in zip(produced, layout.offsets, following, strict=True):
+        end = begin + gradient.numel()
+        if gradient.numel() >= large and begin % SHARD_MULTIPLE == 0 == end % SHARD_MULTIPLE:
+            segments += _joined(start, neighbours)
+            segments.append(GradSegment(begin, gradient.reshape(-1)))
+            start, neighbours = end, []
         else:
-            copied.append(index)
-    return (*segments, *_copy(layout, range(start, layout.numel), copied, produced))
+            neighbours.append(gradient)
+        if end < after:
+            neighbours.append(zeros[: after - end])
+    return (*segments, *_joined(start, neighbours))
 
 
-def _copy(layout: Layout, elements: range, indices: list[int], produced: list[Tensor]) -> list[GradSegment]:
-    """One segment with these elements, which holds the gradients of these parameters; none if it is empty."""
-    if not elements:
-        return []
-    flat = torch.zeros(len(elements), dtype=produced[0].dtype, device=produced[0].device)
-    begins = [layout.offsets[i] - elements.start for i in indices]
-    copied = [produced[i] for i in indices]
-    views = [flat[b : b + g.numel()].view(g.shape) for b, g in zip(begins, copied, strict=True)]
-    if copied:
-        torch._foreach_copy_(views, copied)
-    return [GradSegment(elements.start, flat)]
+def _joined(start: int, neighbours: list[Tensor]) -> list[GradSegment]:
+    """The segment of gradients that follow one another from element `start` on; none without elements."""
+    flat = _flatten_dense_tensors(neighbours) if neighbours else torch.empty(0)
+    return [GradSegment(start, flat)] if len(flat) else []

@@ -94,41 +94,38 @@ class Gradients:
         if first:
             self.release()
             self.order = order_after(0, count)
-        if self.unfinished:  # some units have parts of their gradients
-            for parameter in chain.from_iterable(unit.parameters for unit in self._units):
-                parameter.grad = None
         self.unfinished = True
         self._first, self._last, self._iteration = first, last, iteration
         if first and self._feeds_back:
             self._divisor = scale * count
         for unit in self._units:
-            unit.grad.arrived.clear()
+            unit.grad.arrived = {}  # where the last backward has raised, there were some
 
-    def gradient_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """Take note of a parameter of `unit` whose `.grad` has arrived; the last one starts the reduction.
+    def gradient_arrived(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
+        """Take the `.grad` of a parameter of `unit`, which has arrived; the last one starts the reduction.
 
         Where a unit has several places, autograd has added theirs. Raises RuntimeError for a gradient that
         the step would not have: of a backward beside `accumulate`, or behind those that started a reduction.
         """
-        assert parameter.grad is not None
-        arrived, sparse = unit.grad.arrived, parameter.grad.is_sparse
-        if not self.unfinished or sparse or len(arrived) == len(unit.parameters):
-            parameter.grad = None
-            name = dict(zip(map(id, unit.parameters), unit.names, strict=True))[id(parameter)]
-            why = _SPARSE if sparse else _ARRIVED_TWICE if self.unfinished else _BESIDE
-            raise RuntimeError(f"{name}: {why}")
-        arrived.add(id(parameter))
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        arrived = unit.grad.arrived
+        if not self.unfinished or gradient.is_sparse or arrived is None:
+            why = _SPARSE if gradient.is_sparse else _ARRIVED_TWICE if self.unfinished else _BESIDE
+            raise RuntimeError(f"{unit.names[index]}: {why}")
+        arrived[index] = arrived[index] + gradient if index in arrived else gradient
+        del gradient  # what is copied is freed before the reduction
         if len(arrived) == len(unit.parameters):
-            self._take(unit)
+            self._take(unit, arrived)
 
     def finish_backward(self) -> None:
         """Take the gradients of units with a parameter that had no part in the loss."""
         for unit in self._units:
-            if len(unit.grad.arrived) < len(unit.parameters):
-                for parameter in unit.parameters:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                self._take(unit)
+            if (arrived := unit.grad.arrived) is not None:
+                for index, parameter in enumerate(unit.parameters):
+                    if index not in arrived:
+                        arrived[index] = torch.zeros_like(parameter)
+                self._take(unit, arrived)
         self.unfinished = False
 
     def wait(self, units: list[Unit] | None = None) -> None:
@@ -168,21 +165,19 @@ class Gradients:
         for unit in self._units:
             unit.grad.release()
 
-    def _take(self, unit: Unit) -> None:
-        self._start_reduction(unit)
+    def _take(self, unit: Unit, arrived: dict[int, Tensor]) -> None:
+        unit.grad.arrived = None
+        self._start_reduction(unit, arrived)
         self.consume(unit)
 
-    def _start_reduction(self, unit: Unit) -> None:
-        """Take over `.grad` of every parameter, and start the reduction that is due.
+    def _start_reduction(self, unit: Unit, arrived: dict[int, Tensor]) -> None:
+        """Take over the gradient of every parameter, and start the reduction that is due.
 
         EMPTY -> SUMMED where there is nothing to sum, or REDUCING where tensor ranks alone sum parameters
         that all of them have, beside the backward of other units; else -> ACCUMULATING or REDUCING.
         """
-        first, last, produced = self._first, self._last, []
-        for parameter in unit.parameters:
-            assert parameter.grad is not None
-            produced.append(parameter.grad)
-            parameter.grad = None
+        first, last = self._first, self._last
+        produced = [arrived.pop(index) for index in range(len(arrived))]
         replicated = self._replicated[unit]
         group, finish_sum = self._share.group, None
         if group is not None and replicated:
@@ -209,16 +204,16 @@ class Gradients:
         if first:
             whole = torch.empty(unit.layout.numel, device=unit.full.device)
             clear(whole, self._whole_gaps[unit])
-            torch._foreach_copy_(unit.views(whole), produced)
+            unit.grad.accumulated, unit.grad.views = whole, unit.views(whole)
+            torch._foreach_copy_(unit.grad.views, produced)
         else:
+            torch._foreach_add_(unit.grad.views, produced)
+        if last:
             assert unit.grad.accumulated is not None
             whole = unit.grad.accumulated
-            torch._foreach_add_(unit.views(whole), produced)
-        unit.grad.accumulated = whole
-        if last:
             sent = (GradSegment(0, whole.to(self._plan.gradient_dtype)),)
             total = whole if len(unit.owned) == unit.layout.numel else None
-            unit.grad.accumulated = None
+            unit.grad.accumulated, unit.grad.views = None, []
             del whole  # if a 16-bit copy is sent instead, the reduction's sum can take its memory
             self._reduce(unit, sent, total)
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,21 +29,20 @@ def register_hooks(
 
     A module's parameters are needed before its forward, and before its backward, which begins when the
     gradient of one of its outputs has arrived. When a parameter's `.grad` has arrived, it needs that
-    parameter no more.
+    parameter no more. Modules have no hooks if all units stay gathered, none are recomputed, and no exchange
+    is counted.
     """
     handles = []
-    for place, ((_, reader), read) in enumerate(zip(modules, reads.units, strict=True)):
-        module = module_of(reader)
-        handles += _hook_passes(module, place, [units[index] for index in read], prefetcher, exchanges)
+    if not prefetcher.always_gathered or reads.recomputed or exchanges.per_token:
+        for place, ((_, reader), read) in enumerate(zip(modules, reads.units, strict=True)):
+            module = module_of(reader)
+            handles += _hook_passes(module, place, [units[index] for index in read], prefetcher, exchanges)
     for unit in units:
         if unit.frozen:
             continue
-        for parameter in unit.parameters:
-            handles.append(
-                parameter.register_post_accumulate_grad_hook(
-                    lambda parameter, unit=unit: gradients.gradient_arrived(unit, parameter)
-                )
-            )
+        for index, parameter in enumerate(unit.parameters):
+            arrived = partial(gradients.gradient_arrived, unit, index)
+            handles.append(parameter.register_post_accumulate_grad_hook(arrived))
     return handles
 
 

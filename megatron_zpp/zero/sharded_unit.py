@@ -73,8 +73,10 @@ class GradientState(Enum):
 class UnitGradient:
     """The gradient of a unit in the present step. gradients.py alone changes it."""
 
-    arrived: set[int] = field(default_factory=set)  # ids of the parameters with gradients of this backward
+    # Of this backward, by the parameter's number in the unit; None when the reduction has them all
+    arrived: dict[int, Tensor] | None = None
     accumulated: Tensor | None = None
+    views: list[Tensor] = field(default_factory=list)  # of it, where gradients accumulate whole: `Unit.views`
     segments: tuple[GradSegment, ...] = ()
     squares: Tensor | None = None
     sent: tuple[GradSegment, ...] = ()
@@ -117,7 +119,7 @@ class UnitGradient:
     def release(self) -> None:
         """Give the memory back: any state but REDUCING -> EMPTY."""
         assert self.pending is None
-        self.accumulated, self.segments, self.squares = None, (), None
+        self.accumulated, self.views, self.segments, self.squares = None, [], (), None
 
 
 class Residuals(NamedTuple):

@@ -89,7 +89,7 @@ class ExchangeCounter:
     def __init__(
         self, exchanges: Sequence[tuple[int, int]], ledger: TrafficLedger, mesh: Mesh, dtype: torch.dtype
     ) -> None:
-        self._exchanges, self._ledger, self._dtype = exchanges, ledger, dtype
+        self.per_token, self._ledger, self._dtype = exchanges, ledger, dtype
         self._ranks = mesh.context_ranks * mesh.tensor_ranks
         self._bytes = 0  # of one element per token of this rank
 
@@ -99,5 +99,5 @@ class ExchangeCounter:
 
     def count(self, index: int, *, backward: bool) -> None:
         """Count the backward of unit `index`, or its forward, or the repetition of that."""
-        if self._exchanges:
-            self._ledger.intra_node += self._exchanges[index][backward] * self._bytes
+        if self.per_token:
+            self._ledger.intra_node += self.per_token[index][backward] * self._bytes

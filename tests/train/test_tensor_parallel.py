@@ -136,7 +136,7 @@ def test_a_run_of_two_ranks_is_resumed_by_one_rank(shared: str, more: str, tmp_p
 
 def test_masks_of_dropout_depend_on_seed_sample_and_tensor_rank_alone() -> None:
     def mask(*arguments: int) -> list[float]:
-        seed_dropout(*arguments)
+        seed_dropout(*arguments, torch.device("cpu"))
         return torch.rand(4).tolist()
 
     assert mask(7, 3, 0) == mask(7, 3, 0)
