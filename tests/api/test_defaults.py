@@ -181,20 +181,22 @@ def test_one_line_is_enough() -> None:
     assert (engine.device.type, engine.mesh, engine.iteration) == ("cpu", Mesh(), 0)
 
 
-class Recomputed(Stack):
-    def recomputed_units(self) -> list[range]:
-        return [range(2)]
-
-
-def test_a_model_can_be_saved_whole_once_its_engine_is_closed() -> None:
-    """The engine's hooks, which modules have where the order of a recomputation is checked, cannot."""
-    model = Recomputed()
-    save = partial(torch.save, model, io.BytesIO())  # noqa: TID251 - as users may
-    engine = ZeroEngine(model)
-    with pytest.raises(AttributeError, match="local object"):
-        save()
-    engine.close()
-    save()
+def test_a_model_can_be_saved_whole_where_its_weights_stay() -> None:
+    """The hooks that modules have where weights are gathered cannot be."""
+    for stage in (0, 3):
+        model, file = Stack(), io.BytesIO()
+        engine = engine_of(model, zero_stage=stage)
+        save = partial(torch.save, model, file)  # noqa: TID251 - as users may
+        if stage == 3:
+            with pytest.raises(AttributeError, match="local object"):
+                save()
+        else:
+            save()
+            file.seek(0)
+            loaded = torch.load(file, weights_only=False)  # noqa: TID251
+            for name, weight in model.state_dict().items():
+                assert torch.equal(loaded.state_dict()[name], weight), name
+        engine.close()
 
 
 def test_the_old_call_works_and_warns() -> None:
