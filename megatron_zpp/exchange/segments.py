@@ -9,6 +9,8 @@ from torch._utils import _flatten_dense_tensors
 
 from megatron_zpp.placement import SHARD_MULTIPLE, Layout
 
+_ADDRESSES = 16  # bytes that kernels load at a time
+
 
 class GradSegment(NamedTuple):
     """The elements of a flat buffer from `start` on, in that buffer or elsewhere."""
@@ -44,7 +46,7 @@ def segments_of(layout: Layout, produced: list[Tensor], large: int) -> tuple[Gra
 
     A gradient of `large` elements or more is a segment itself. Others are copied, neighbours into one
     segment, since every segment costs kernel launches. Segments begin and end where blocks of SHARD_MULTIPLE
-    do.
+    do, and at addresses from which kernels load 16 bytes: a gradient may be a view into a larger one.
     """
     segments: list[GradSegment] = []
     neighbours: list[Tensor] = []  # and zeros in the gaps behind them
@@ -52,6 +54,7 @@ def segments_of(layout: Layout, produced: list[Tensor], large: int) -> tuple[Gra
     start, following = 0, (*layout.offsets[1:], layout.numel)
     for gradient, begin, after in zip(produced, layout.offsets, following, strict=True):
         end = begin + gradient.numel()
+        gradient = gradient.clone() if gradient.data_ptr() % _ADDRESSES else gradient
         if gradient.numel() >= large and begin % SHARD_MULTIPLE == 0 == end % SHARD_MULTIPLE:
             segments += _joined(start, neighbours)
             segments.append(GradSegment(begin, gradient.reshape(-1)))

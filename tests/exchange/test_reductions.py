@@ -216,13 +216,15 @@ def test_a_sum_is_made_beside_two_exchanges_between_nodes(sizes: Sizes, case: Ca
 def test_segments_of_a_coded_unit_are_the_whole_gradient(
     narrow: list[int], wide: list[int], mesh: Mesh, large: int
 ) -> None:
-    """Those that stay where they were made, and the gaps between them."""
+    """Those that stay where they were made, where kernels can load them there, and the gaps between them."""
     layout = layout_of(mesh, *narrow, *wide, coded=len(narrow), alignment=256)
-    produced = [torch.full(each.shape, 1.0 + index) for index, each in enumerate(layout.placements)]
+    numels = [placement.numel for placement in layout.placements]
+    produced = [torch.full((3 + each,), 1.0 + at)[3 * (at % 2) :][:each] for at, each in enumerate(numels)]
     expected = torch.zeros(layout.numel)
     for start, made in zip(layout.offsets, produced, strict=True):
         expected[start : start + len(made)] = made
     segments = segments_of(layout, produced, large)
+    assert not any(segment.flat.data_ptr() % 16 for segment in segments)
     assert torch.equal(join(segments, torch.full((layout.numel,), torch.nan)), expected)
     assert [segment.start for segment in segments[1:]] == [
         segment.start + len(segment.flat) for segment in segments[:-1]
