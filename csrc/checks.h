@@ -74,7 +74,7 @@ void flat(const char* op, const char* name, const at::Tensor& tensor, std::initi
 int64_t lloyd_max_messages(const char* op, const char* name, const at::Tensor& messages, int64_t numel,
                            const LloydMaxFormat& format);
 
-// What codes lost of each of `groups` messages of `numel` elements, (groups, numel) bf16 in aligned rows, and the divisor.
+// What codes lost of `groups` messages of `numel` elements each, (groups, numel) bf16 in aligned rows, and its divisor.
 void feedback(const char* op, const at::Tensor& lost, const at::Tensor* divisor, int64_t groups, int64_t numel);
 
 Signs signs(const char* op, int64_t seed, int64_t unit, int64_t iteration, int64_t first);

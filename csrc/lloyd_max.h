@@ -66,8 +66,8 @@ struct AddDifference {
   LloydMaxFormat format;
 };
 
-// What earlier codes lost of the numbers of each message, over a divisor: codes are of the numbers and of that, and what
-// they lose takes its place.
+// What earlier codes lost of the numbers of each message, over a divisor: codes are of the numbers and of that, and
+// what they lose takes its place.
 struct Feedback {
   Bf16* lost;           // null without
   int64_t distance;     // elements from the beginning of one message's to that of the next

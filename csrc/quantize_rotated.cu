@@ -183,8 +183,8 @@ __device__ __forceinline__ void write_block(const QuantizeRotatedParams<BITS>& p
 
 // What codes have lost of a rotated block goes to the place of what it owed.
 template <int BITS, typename S, typename SIGNS>
-__device__ __forceinline__ void write_owed(const QuantizeRotatedParams<BITS>& p, uint32_t block, float (&x)[S::kRuns][8],
-                                           SIGNS&& signs_of_run, float inverse) {
+__device__ __forceinline__ void write_owed(const QuantizeRotatedParams<BITS>& p, uint32_t block,
+                                           float (&x)[S::kRuns][8], SIGNS&& signs_of_run, float inverse) {
   butterflies<S>(x);
   multiply(x, kRotationFactor<S>);
   if (block >= p.blocks) return;
@@ -232,8 +232,9 @@ __device__ __forceinline__ void quantize_tiles(const QuantizeRotatedParams<BITS>
     for (int b = 0; b < S::kAtOnce; ++b) {
       butterflies<S>(x[b]);
       if constexpr (!kLater) multiply(x[b], kRotationFactor<S>);
-      write_block<BITS, S, Sum, OWED>(p, tables, S::block(tile, b), x[b], kLater ? kRotationFactor<S> : 1.f);
-      if constexpr (OWED) write_owed<BITS, S>(p, S::block(tile, b), x[b], [&](int v) { return signs_of(b, v); }, inverse);
+      const uint32_t block = S::block(tile, b);
+      write_block<BITS, S, Sum, OWED>(p, tables, block, x[b], kLater ? kRotationFactor<S> : 1.f);
+      if constexpr (OWED) write_owed<BITS, S>(p, block, x[b], [&](int v) { return signs_of(b, v); }, inverse);
     }
   }
 }
