@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_zpp.train.setup.device import prepare_device
 from megatron_zpp.zero.engine import ZeroEngine
 from tests.checkpoint.saving import TOKENIZER, save
 from tests.model.variants import MODELS, flags_of
+from tests.plan.test_memory import saved_bytes
 from tests.support import logged, nightly
 from tests.train.in_process import train_here
 from tests.zero.ranks import on_ranks
@@ -176,13 +178,11 @@ def test_a_resumed_run_and_one_with_evaluations_have_the_same_bits(tmp_path: Pat
     assert len(resumed) == 2
 
 
-@pytest.mark.parametrize("more", [nightly([]), ["--fp8-param-gather"]], ids=str)
-def test_one_graph_after_the_first_step(more: list[str]) -> None:
-    """Compiled layers have the same numbers, and are compiled once, with evaluations before and between."""
-    found = []
+def with_and_without_graphs(topology: Topology, more: list[str]) -> None:
+    found, saved = [], []
     for compiled in (False, True):
         torch._dynamo.reset()
-        engine, said = engine_of(Topology(), *more), []
+        engine, said = engine_of(topology, *more), []
         model, scaling = engine.model, engine.scaling
         if compiled:
             compile_parts(
@@ -191,9 +191,26 @@ def test_one_graph_after_the_first_step(more: list[str]) -> None:
         losses = []
         for step in range(3):
             losses.append(engine.evaluate(batch(7, 0)).item())
-            losses.append(engine.accumulate(batch(step, 0), index=0, micro_batches=1).item())
+            take = partial(engine.accumulate, batch(step, 0), index=0, micro_batches=1)
+            saved.append(
+                saved_bytes(lambda take=take, to=losses: to.append(take().item()), model.parameters())
+            )
             losses.append(engine.step(1e-2).grad_norm.item())
         found.append((losses, state_of(engine)))
         assert said == []
         engine.close()
     assert found[0] == found[1]
+    assert saved[3] < 0.7 * saved[0]  # the first step of each
+
+
+@pytest.mark.parametrize("more", [nightly([]), ["--fp8-param-gather"]], ids=str)
+def test_one_graph_after_the_first_step(more: list[str]) -> None:
+    """Compiled layers have the same numbers, and are compiled once, with evaluations before and between.
+
+    A first step without graphs saves less than one of a run without any, as it computes layers again.
+    """
+    with_and_without_graphs(Topology(), more)
+
+
+def test_one_graph_of_tensor_ranks_after_the_first_step() -> None:
+    on_ranks(2, with_and_without_graphs, ["--tensor-model-parallel-size", "2", "--fp8-param-gather"])

@@ -64,8 +64,7 @@ def compile_parts(
     whole = not model.attention.splits_graphs
     passes = matmuls.fuse(model) if on_gpu else None
     hidden = model.hidden_shape(*shape)
-    shared = model.tensor_ranks * model.attention.context_ranks > 1
-    graph = partial(_graph, backend=backend, say=say, ready=ready, recomputed=not shared)
+    graph = partial(_graph, backend=backend, say=say, ready=ready)
     first = model.layers[0]
     run = Half.run if first.in_halves else Layer.run
 
@@ -94,13 +93,12 @@ def _graph(
     backend: str,
     say: Callable[[str], None],
     ready: Callable[[], bool],
-    recomputed: bool,
 ) -> Callable[..., Tensor]:
     """What computes a unit: a graph of `plain` for inputs that are usual, else `plain` itself.
 
     It takes the unit's module and its inputs. `whole`: nothing of it may be outside of the graph. `ready` as
-    in `compile_parts`; until then a step with gradients is `recomputed`, so that it takes no more memory
-    than a graph. Where ranks share the unit it is not: exchanges of a recomputation would not be counted.
+    in `compile_parts`; until then a step with gradients recomputes the unit, so that it takes no more memory
+    than a graph. What ranks exchange for that is not in the metrics.
     """
     from torch._dynamo.exc import TorchDynamoException  # takes seconds: only runs that compile import it
 
@@ -116,7 +114,7 @@ def _graph(
 
     def run(module: nn.Module, x: Tensor, *others: Any) -> Tensor:
         usual, known = is_usual(x, *others), ready()
-        if usual and not known and recomputed and torch.is_grad_enabled():
+        if usual and not known and torch.is_grad_enabled():
             return checkpoint(plain, module, x, *others, use_reentrant=False)
         if not usual or not known:
             return plain(module, x, *others)
