@@ -69,6 +69,28 @@ def _accepts_old_call(construct: Callable[Parameters, None]) -> Callable[Paramet
     return either
 
 
+def _current(device: torch.device | None, mesh: Mesh) -> torch.device:
+    """The device of a rank, or the one that it has by default; a GPU becomes the current device."""
+    if device is None:
+        on_cpu = dist.is_initialized() and "nccl" not in dist.get_backend()
+        device = torch.device("cpu") if on_cpu else select_device("auto", Topology.of(mesh))
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    return device
+
+
+def _kernels(
+    config: EngineConfig, mesh: Mesh, device: torch.device, say: Callable[[str], None]
+) -> Operations | None:
+    """The kernels, if device or config have a use for them; one rank of each node says what it builds."""
+    if not (config.zero.quantizes or config.optimizer.compact or device.type == "cuda"):
+        return None
+    from megatron_zpp.ops.library import load_operations
+
+    quiet = mesh.rank % mesh.node_size != 0
+    return load_operations(device.type, require_kernels=False, say=(lambda line: None) if quiet else say)
+
+
 class ZeroEngine(engine.ZeroEngine):
     """A model of one's own, sharded over the ranks of a mesh as the config's ZeRO stage says.
 
@@ -104,11 +126,7 @@ class ZeroEngine(engine.ZeroEngine):
         config = config or EngineConfig()
         checks.check_ranks(mesh)
         passes.check_default_dtype()
-        if device is None:
-            on_cpu = dist.is_initialized() and "nccl" not in dist.get_backend()
-            device = torch.device("cpu") if on_cpu else select_device("auto", Topology.of(mesh))
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)
+        device = _current(device, mesh)
         checks.check_values(model, given=initialize is not None)
         units = units_of(model)
         checks.check_units(model, units)
@@ -133,15 +151,8 @@ class ZeroEngine(engine.ZeroEngine):
         names = names_of(model, listed)
         if initialize is None:
             initialize = own_values(model, names, take_values_of_rank_0(model, mesh, device))
-        if operations is None and (
-            config.zero.quantizes or config.optimizer.compact or device.type == "cuda"
-        ):
-            from megatron_zpp.ops.library import load_operations
-
-            quiet = mesh.rank % mesh.node_size != 0
-            operations = load_operations(
-                device.type, require_kernels=False, say=(lambda line: None) if quiet else say
-            )
+        if operations is None:
+            operations = _kernels(config, mesh, device, say)
         super().__init__(
             model,
             mesh,
