@@ -136,7 +136,7 @@ def _llama_job(run: str, layers: int, gpus: int, micro_batches: int) -> Job:
         job,
         precision=PrecisionConfig(bf16=True, fp8_output_layer="fp8 output" in parts, **bits),
         tensor=tensor,
-        overlapped=tensor > 1,
+        overlapped=tensor > 1 and not bits,
         units=units_of(model, LLAMA_VOCAB, tensor),
     )
 
