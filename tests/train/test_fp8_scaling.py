@@ -212,5 +212,7 @@ def test_one_graph_after_the_first_step(more: list[str]) -> None:
     with_and_without_graphs(Topology(), more)
 
 
-def test_one_graph_of_tensor_ranks_after_the_first_step() -> None:
-    on_ranks(2, with_and_without_graphs, ["--tensor-model-parallel-size", "2", "--fp8-param-gather"])
+@pytest.mark.parametrize("flag", ["--tensor-model-parallel-size", nightly("--context-parallel-size")])
+def test_one_graph_of_ranks_that_share_layers_or_samples(flag: str) -> None:
+    """They too compute layers again in the first step, and exchange what that needs."""
+    on_ranks(2, with_and_without_graphs, [flag, "2", "--fp8-param-gather"])
