@@ -178,7 +178,8 @@ def test_a_resumed_run_and_one_with_evaluations_have_the_same_bits(tmp_path: Pat
     assert len(resumed) == 2
 
 
-def with_and_without_graphs(topology: Topology, more: list[str]) -> None:
+def check_graphs(topology: Topology, more: list[str]) -> None:
+    """That runs with and without graphs have the same numbers, and what their first steps save."""
     found, saved = [], []
     for compiled in (False, True):
         torch._dynamo.reset()
@@ -209,10 +210,10 @@ def test_one_graph_after_the_first_step(more: list[str]) -> None:
 
     A first step without graphs saves less than one of a run without any, as it computes layers again.
     """
-    with_and_without_graphs(Topology(), more)
+    check_graphs(Topology(), more)
 
 
 @pytest.mark.parametrize("flag", ["--tensor-model-parallel-size", nightly("--context-parallel-size")])
 def test_one_graph_of_ranks_that_share_layers_or_samples(flag: str) -> None:
     """They too compute layers again in the first step, and exchange what that needs."""
-    on_ranks(2, with_and_without_graphs, [flag, "2", "--fp8-param-gather"])
+    on_ranks(2, check_graphs, [flag, "2", "--fp8-param-gather"])
