@@ -7,7 +7,7 @@ Runs of one seed have the same initial weights and the same samples, and are eva
 samples. The engine is the one that pretrain_gpt.py builds from the same flags. The gap of a run is its final
 loss above that of bf16 with the same seed, in percent: its mean over the pairs and the 95% interval of the
 mean (Student's t). "bf16, nudged" has a learning rate that is one unit in the last place of fp32 larger, and
-says what rounding alone does.
+says what rounding alone does. "plain" is PyTorch without the engine, with autocast (plain_engine.py).
 
 Each finished run is a line of --runs-file, so the same command resumes a campaign that was stopped. The exit
 status is 75 where --limit-seconds ended the call, and 0 where all pairs are there. A result is only
@@ -34,7 +34,7 @@ from benchmarks.contest.grid import visible_gpus
 from benchmarks.emulation.text import Text
 from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
 
-BASELINE, NUDGED = "bf16", "bf16, nudged"
+BASELINE, NUDGED, PLAIN = "bf16", "bf16, nudged", "plain"
 DELAYED = "--fp8 --fp8-recipe delayed"
 COMPACT = (
     "--use-precision-aware-optimizer --main-params-dtype bf16+8 --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
@@ -42,6 +42,7 @@ COMPACT = (
 RUNS = {  # flags of pretrain_gpt.py
     BASELINE: "",
     NUDGED: "",
+    PLAIN: "",
     "fp8": "--fp8",
     "fp8 delayed": DELAYED,
     "fp8 codes": f"{DELAYED} --fp8-param-gather",
@@ -117,8 +118,10 @@ def train(settings: dict[str, Any], text: Path, job: Job) -> dict[str, Any]:
     """One run: its final loss, skipped steps and its time."""
     import torch
 
+    from benchmarks.plain_engine import PlainEngine
     from megatron_zpp.config.root import parse_args
     from megatron_zpp.distributed.topology import Topology
+    from megatron_zpp.model.flops import parameter_count
     from megatron_zpp.train.schedule.learning_rate import LearningRate
     from megatron_zpp.train.setup.build_engine import build_engine
     from megatron_zpp.train.setup.device import prepare_device
@@ -129,7 +132,12 @@ def train(settings: dict[str, Any], text: Path, job: Job) -> dict[str, Any]:
     torch._dynamo.reset()
     config, topology = parse_args(flags_of(settings, name, seed)), Topology()
     device = prepare_device(config, topology)
-    engine = build_engine(config, settings["text"]["vocabulary"], device, topology)
+    vocabulary = settings["text"]["vocabulary"]
+    engine = (
+        PlainEngine(config, vocabulary, device.device, compiled=device.compiles)
+        if name == PLAIN
+        else build_engine(config, vocabulary, device, topology)
+    )
     rate = LearningRate.from_config(
         config.learning_rate, samples=steps * samples, samples_per_iteration=samples
     )
@@ -149,7 +157,7 @@ def train(settings: dict[str, Any], text: Path, job: Job) -> dict[str, Any]:
         "loss": sum(finals) / len(finals),
         "evaluations": finals,
         "skipped": int(skipped.item()),
-        "parameters": sum(each.numel for unit in engine.units for each in unit.layout.placements),
+        "parameters": parameter_count(config.model, vocabulary),
         "seconds": round(time.perf_counter() - started, 1),
     }
 
