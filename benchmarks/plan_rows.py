@@ -104,21 +104,23 @@ def llama_rows() -> list[Row]:
     """Rows of Llama-3 8B on four H200s. The share of the peak is that of one GPU with 8 of its layers."""
     figures = figures_of("throughput_llama_8b")
     alone, rows = figures["one GPU, 8 layers"], []
-    one = _llama_job("stage 0", 8, 1, 1)
+    one = _llama_job("stage 0", 8, 1, 1, 1)
     gpu = fitted(one, alone["stage 0"]["milliseconds"] / 1e3, _h200_at, 0.2, 1.0)
     for grid, layers, gpus, micro_batches in (
         ("one GPU, 8 layers", 8, 1, 1),
+        ("two GPUs, 8 layers", 8, 2, 1),
         ("four GPUs", 32, 4, 1),
         ("four GPUs, eight micro-batches", 32, 4, 8),
     ):
         for run, figure in figures[grid].items():
             if run.startswith("stage"):
-                job = _llama_job(run, layers, gpus, micro_batches)
+                samples = figure["samples_per_micro_batch"]
+                job = _llama_job(run, layers, gpus, micro_batches, samples)
                 rows.append(row_of(job, gpu, figure, fitted=figure is alone["stage 0"], run=f"{grid}: {run}"))
     return rows
 
 
-def _llama_job(run: str, layers: int, gpus: int, micro_batches: int) -> Job:
+def _llama_job(run: str, layers: int, gpus: int, micro_batches: int, samples: int) -> Job:
     stage, *parts = run.split(", ")
     tensor = 2 if "tensor" in parts else 1
     model = ModelConfig(
@@ -131,7 +133,7 @@ def _llama_job(run: str, layers: int, gpus: int, micro_batches: int) -> Job:
     bits: Row = (
         {"fp8": True, "fp8_recipe": "delayed", "fp8_param_gather": True} if "fp8 codes" in parts else {}
     )
-    job = job_of(model, LLAMA_VOCAB, {"zero_stage": int(stage[-1])}, 1, gpus, tensor, micro_batches)
+    job = job_of(model, LLAMA_VOCAB, {"zero_stage": int(stage[-1])}, 1, gpus, samples, micro_batches)
     return replace(
         job,
         precision=PrecisionConfig(bf16=True, fp8_output_layer="fp8 output" in parts, **bits),
