@@ -47,6 +47,7 @@ class PlainGPT(nn.Module):
             for _ in range(config.num_layers)
         )
         self.places: Tensor | None = None  # of a rank's tokens, where ranks share a sample
+        self.residual: torch.dtype | None = None  # of the sum that layers add to; None: the tables'
         self.norm = nn.LayerNorm(width)
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # or a compiled one
 
@@ -55,6 +56,7 @@ class PlainGPT(nn.Module):
             x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         else:
             x = self.tokens(tokens) + self.positions(self.places)
+        x = x if self.residual is None else x.to(self.residual)
         for block in self.blocks:
             x = block(x)
         return self.loss(F.linear(self.norm(x), self.tokens.weight), targets)

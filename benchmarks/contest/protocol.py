@@ -139,17 +139,17 @@ def muon_matrices(model: PlainGPT | PlainLlama) -> list[nn.Parameter]:
 
 
 def plain_adamw(
-    model: PlainGPT | PlainLlama, on_gpu: bool, *, beside_muon: bool = False
+    model: PlainGPT | PlainLlama, on_gpu: bool, ours: OptimizerConfig = ADAMW, *, beside_muon: bool = False
 ) -> torch.optim.AdamW:
-    """Torch's AdamW with our settings, but the learning rate: matrices decay, biases and norms do not."""
+    """Torch's AdamW with the settings of ours, but the rate: matrices decay, biases and norms do not."""
     others = {id(each) for each in muon_matrices(model)} if beside_muon else set()
     parameters = [each for each in model.parameters() if id(each) not in others]
     groups = [
-        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": ADAMW.weight_decay},
+        {"params": [each for each in parameters if each.ndim > 1], "weight_decay": ours.weight_decay},
         {"params": [each for each in parameters if each.ndim <= 1], "weight_decay": 0.0},
     ]
-    betas = (ADAMW.adam_beta1, ADAMW.adam_beta2)
-    return torch.optim.AdamW(groups, betas=betas, eps=ADAMW.adam_eps, fused=on_gpu or None)
+    betas = (ours.adam_beta1, ours.adam_beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=ours.adam_eps, fused=on_gpu or None)
 
 
 def learning_rate(options: argparse.Namespace, step: int) -> float:

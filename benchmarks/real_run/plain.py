@@ -20,34 +20,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.plain_models import PlainGPT, cross_entropy
+from benchmarks.common import program_parser
+from benchmarks.contest.protocol import compile_plain, plain_adamw, set_learning_rate
+from benchmarks.plain_models import PlainGPT
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import OptimizerConfig
 
 STOPPED = 75
-
-
-class GPT(PlainGPT):
-    """GPT-2 with tied embeddings."""
-
-    residual = torch.float32  # of the sum that all layers add to
-
-    def forward(self, rows: Tensor) -> Tensor:  # type: ignore[override]
-        """(B, T + 1) tokens -> their mean loss ()."""
-        tokens, targets = rows[:, :-1], rows[:, 1:]
-        x = (self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]).to(self.residual)
-        for block in self.blocks:
-            x = block(x)
-        return self.loss(F.linear(self.norm(x), self.tokens.weight), targets)
-
-    def compile_parts(self) -> None:
-        """A graph for each layer, and one for the loss."""
-        for block in self.blocks:
-            block.compile(dynamic=False)
-        self.loss = torch.compile(cross_entropy, dynamic=False)
 
 
 class Training:
@@ -71,20 +53,18 @@ class Training:
             sys.exit(
                 f"plain.py: --steps {options.steps} needs more rows than {len(self.train)}; export them again"
             )
-        self.model = GPT(config, shapes["vocabulary"])
+        self.model = PlainGPT(config, shapes["vocabulary"])
         self.model.load_state_dict(load_file(options.inputs / "initial.safetensors"))
         self.model.to(self.device)
         if options.bf16_residual:
             self.model.residual = torch.bfloat16
-        decayed = [p for p in self.model.parameters() if p.dim() > 1]
-        others = [p for p in self.model.parameters() if p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+        settings = OptimizerConfig(weight_decay=0.1, adam_beta2=0.95)
+        self.adamw = plain_adamw(self.model, self.device.type == "cuda", settings)
         self.step = 0
         if (options.save / "state.safetensors").exists():
             self.load()
         if options.compile:
-            self.model.compile_parts()
+            compile_plain(self.model)
         self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=not options.fp32)
 
     def rows(self, rows: np.ndarray) -> Tensor:
@@ -106,14 +86,13 @@ class Training:
         """Train on the next global batch: its loss, the norm of the gradient, and the rate."""
         size, micro = self.options.global_batch_size, self.options.micro_batch_size
         rate = self.learning_rate()
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.adamw, rate)
         total = torch.zeros((), device=self.device)
         first = self.step * size
         for start in range(first, first + size, micro):
             rows = self.rows(self.train[start : start + micro])
             with self.autocast:
-                loss = self.model(rows) / (size // micro)
+                loss = self.model(rows[:, :-1], rows[:, 1:]) / (size // micro)
             loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -129,7 +108,7 @@ class Training:
         for start in range(0, len(self.held_out), micro):
             rows = self.rows(self.held_out[start : start + micro])
             with self.autocast:
-                total += self.model(rows).item() * len(rows)
+                total += self.model(rows[:, :-1], rows[:, 1:]).item() * len(rows)
         return total / len(self.held_out)
 
     def save(self) -> None:
@@ -192,9 +171,7 @@ def train(training: Training, started: float) -> int:
 
 def main() -> None:
     started = time.monotonic()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     for flag in ("--inputs", "--save", "--metrics-file"):
         parser.add_argument(flag, type=Path, required=True)
     for flag in ("--layers", "--width", "--heads", "--micro-batch-size", "--global-batch-size", "--steps"):
