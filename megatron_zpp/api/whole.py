@@ -3,7 +3,8 @@
     model       weights in fp32, and buffers, by the names of the model's own `state_dict()`
     optimizer   `exp_avg` and `exp_avg_sq`, or the states of another optimizer, by name, each with a tensor in
                 fp32 by parameter; with weight differences also `reference`, with NorMuon `row_moments`
-    progress    `iteration`, `optimizer_steps`, `loss_scale`, `difference_formats`, `last_norm`: plain values
+    progress    `iteration`, `optimizer_steps`, `loss_scale`, `difference_formats`, `last_norm`, and the
+                `matrices` that Muon trains: plain values
 
 Every rank must call the functions here. Rank 0 has the states.
 """
@@ -65,6 +66,7 @@ def state_of(engine: ZeroEngine, names: Mapping[str, Name]) -> State:
         "loss_scale": engine.loss_scale.state(),
         "difference_formats": engine.states.difference_formats(),
         "last_norm": engine.last_norm,
+        "matrices": engine.states.matrices(),
     }
     if engine.mesh.rank:
         return {}
@@ -194,6 +196,8 @@ def _problem(
             return f"{name}: has shape {saved} in the state, {shape} in this model"
     if optimizer and MOMENTUM in state["optimizer"] and MOMENTUM not in engine.states.kinds:
         return f"{MOMENTUM}: the state is Muon's, and has no moments of matrices; optimizer=False leaves it"
+    if optimizer and (problem := engine.states.left_by_muon(state["progress"].get("matrices", ()))):
+        return problem
     for kind in engine.states.kinds[1:] if optimizer else ():
         if kind not in state["optimizer"] and not may_lack(kind):
             there = ", ".join(state["optimizer"]) or "nothing"

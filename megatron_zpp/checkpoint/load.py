@@ -60,6 +60,8 @@ def load_checkpoint(
             if MOMENTUM in saved and MOMENTUM not in engine.states.kinds:
                 fix = "add --optimizer muon, or --no-load-optim"
                 raise ValueError(f"{path}: has no moments of the matrices that Muon trained; {fix}")
+            if problem := engine.states.left_by_muon(reader.state.get("matrices", ())):
+                raise ValueError(f"{path}: {problem}")
             for kind in engine.states.kinds[1:]:
                 sources = sources_of(kind, engine.states.kinds, saved)
                 # Zero if no step was taken (imported weights), or if AdamW took them and had no momentum.

@@ -30,6 +30,7 @@ state.json contains the rest:
     last_norm   with --optimizer-in-backward, the norm of the last step's gradient, by which the next step is
              clipped; absent in others
     extra    what a program with an engine of its own keeps there; absent in others
+    matrices the parameters that Muon trains; absent without Muon, and in older versions
     product_scaling   by linear map, what the scales of 8-bit products follow from (model/fp8/scaling.py);
              null with other recipes and before the first step, absent in older versions
 """
@@ -130,6 +131,8 @@ def describe_state(
     }
     if engine.last_norm is not None:
         state["last_norm"] = engine.last_norm
+    if with_optimizer and (matrices := engine.states.matrices()):
+        state["matrices"] = matrices
     if forms := {kind: form for kind, form in engine.states.forms().items() if kind in kinds}:
         state["forms"] = forms
     return state

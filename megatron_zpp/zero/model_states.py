@@ -87,6 +87,17 @@ class ModelStates:
             kinds += [*map(residual_of, range(self._mesh.nodes)), SUM_RESIDUAL]
         return tuple(kinds)
 
+    def matrices(self) -> list[str]:
+        """The parameters that Muon trains, sorted."""
+        placements = (each for unit in self._units for each in unit.layout.placements)
+        return sorted({each.name for each in placements if each.matrices})
+
+    def left_by_muon(self, trained: Sequence[str]) -> str | None:
+        """Why a state in which Muon `trained` these cannot be loaded: AdamW would lack moments of one."""
+        left = sorted({*trained} - {*self.matrices()})
+        fix = "Muon must train it (matrices=), or the state be loaded with optimizer=False"
+        return f"{left[0]}: the state is Muon's, and has no moments of it; {fix}" if left else None
+
     def elements(self, kind: str) -> list[range]:
         """The elements of each unit that have one of `kinds`, on any rank."""
         return [whole for whole, _, _ in self._ranges(kind)]

@@ -77,6 +77,7 @@ def engine_of(
     precision: PrecisionConfig | None = None,
     optimizer: Any = None,
     muon: bool = False,
+    matrices: dict[str, tuple[int, ...]] | None = None,
     device: str = "cpu",
     **zero: Any,
 ) -> ZeroEngine:
@@ -86,8 +87,8 @@ def engine_of(
         optimizer=replace(OPTIMIZER, optimizer="muon", muon_row_scaling_beta2=0.9) if muon else OPTIMIZER,
         precision=precision or PrecisionConfig(fp32=True),
     )
-    silent: dict[str, Any] = {"say": lambda line: None, "device": torch.device(device)}
-    return ZeroEngine(model, mesh or Mesh(), config, initialize=initialize, optimizer=optimizer, **silent)
+    rest: dict[str, Any] = {"say": lambda line: None, "device": torch.device(device), "matrices": matrices}
+    return ZeroEngine(model, mesh or Mesh(), config, initialize=initialize, optimizer=optimizer, **rest)
 
 
 def steps_of(engine: ZeroEngine, first: int = 0, steps: int = 3) -> list[float]:

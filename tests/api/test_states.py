@@ -77,6 +77,24 @@ def test_a_state_of_muon_has_momentum_of_matrices_and_moments_of_the_rest() -> N
         assert states[kind].keys() == {name for name, is_one in names.items() if is_one == of_matrices}
 
 
+def test_muon_goes_on_with_its_matrices_or_more(tmp_path: Path) -> None:
+    """AdamW would divide by a second moment of zero, many steps behind the correction of its bias."""
+
+    first, second = "blocks.0.up.weight", "blocks.1.up.weight"
+
+    def engine(*names: str) -> ZeroEngine:
+        return engine_of(Vision(), muon=True, matrices=dict.fromkeys(names, (20,)))
+
+    saved = engine(first)
+    steps_of(saved)
+    saved.save(str(tmp_path))
+    state = saved.state_dict()
+    for load, given in ((ZeroEngine.load, str(tmp_path)), (ZeroEngine.load_state_dict, state)):
+        load(engine(first, second), given)
+        with pytest.raises(ValueError, match=f"{first}: the state is Muon's, and has no moments of it; .*"):
+            load(engine(second), given)
+
+
 def moved(topology: Topology, directory: str, stage: int) -> list[float]:
     """Losses of an engine that takes over what other ranks saved; the first one trains and saves itself."""
     torch.manual_seed(3)
