@@ -41,6 +41,7 @@ _MODULES = {
     "ZeroEngine": "api.engine",
     "load_operations": "ops.library",
 }
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
@@ -52,4 +53,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """The names of the API."""
-    return sorted([*_MODULES, "__version__"])
+    return sorted([*__all__, "__version__"])

@@ -79,7 +79,8 @@ def state_of(engine: ZeroEngine, names: Mapping[str, Name]) -> State:
         weight = weights.get(own, torch.empty(shape))  # without elements it is in no unit
         model[name] = weight.clone() if own in used else weight  # safetensors refuses shared memory
         used.add(own)
-    buffers = {name: buffer.detach().cpu().clone() for name, buffer in engine.buffers.persistent().items()}
+    named = engine.buffers.persistent(every_name=True)
+    buffers = {name: buffer.detach().cpu().clone() for name, buffer in named.items()}
     return {"model": model | buffers, "optimizer": states, "progress": progress}
 
 
@@ -189,7 +190,8 @@ def _problem(
             return f"state: has no {part!r}{fix}"
     shapes = {name: each.shape for name, each in names.items()}
     shapes |= {name: tuple(buffer.shape) for name, buffer in engine.buffers.persistent().items()}
-    for name in sorted(shapes.keys() ^ state["model"].keys()):
+    known = shapes.keys() | engine.buffers.persistent(every_name=True).keys()
+    for name in sorted((shapes.keys() - state["model"].keys()) | (state["model"].keys() - known)):
         return f"{name}: {'missing from the state' if name in shapes else 'not part of this model'}"
     for name, shape in shapes.items():
         if (saved := tuple(state["model"][name].shape)) != shape:

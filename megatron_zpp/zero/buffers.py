@@ -5,7 +5,7 @@ that a forward changes, such as the averages of a BatchNorm, would follow from e
 buffer that is not persistent is scratch of one rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Buffers:
     ) -> None:
         self._ranks, filled = mesh.world_size, []
         # Also those of which a buffer is None so far. A walk through all in each pass would take time.
+        self._model = model
         self._modules = [(path, module) for path, module in model.named_modules() if module._buffers]
         made: dict[int, Tensor] = {}
         for name, module, key, buffer in _buffers_of(self._modules):
@@ -51,11 +52,15 @@ class Buffers:
             names = ", ".join(filled)
             say(f" buffers with the values of initialize, not of their module's constructor: {names}")
 
-    def persistent(self) -> dict[str, Tensor]:
-        """The buffers that a checkpoint has, by name: the model's memory."""
+    def persistent(self, *, every_name: bool = False) -> dict[str, Tensor]:
+        """The buffers that a checkpoint has, by name: the model's memory.
+
+        `every_name`: also by the other names of a module that the model has twice.
+        """
+        modules = self._model.named_modules(remove_duplicate=False) if every_name else self._modules
         return {
             name: buffer
-            for name, module, key, buffer in _buffers_of(self._modules)
+            for name, module, key, buffer in _buffers_of(modules)
             if key not in module._non_persistent_buffers_set
         }
 
@@ -77,7 +82,7 @@ class Buffers:
                 )
 
 
-def _buffers_of(modules: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def _buffers_of(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Name, module, key in the module, and tensor of each buffer of modules with their paths."""
     for path, module in modules:
         for key, buffer in module._buffers.items():

@@ -141,7 +141,15 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.ones(4, 12), torch.ones(4)
 
 
-@pytest.mark.parametrize("make", [stack_of(Normalised), stack_of(LowRank), WithoutElements])
+def with_a_layer_twice() -> nn.Module:
+    model = stack_of(Normalised)()
+    model.layers[2] = model.layers[0]
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [stack_of(Normalised), with_a_layer_twice, stack_of(LowRank), WithoutElements]
+)
 def test_buffers_frozen_and_empty_parameters_come_back(tmp_path: Path, make: Any) -> None:
     """Averages of a BatchNorm, which one rank changes, among them."""
     engine = engine_of(make())
