@@ -313,7 +313,9 @@ def _argparse_type(hint: Any, field: dataclasses.Field) -> dict[str, Any]:
     if hint is bool:
         return {"action": "store_false" if field.default is True else "store_true"}
     if typing.get_origin(hint) is typing.Literal:
-        return {"metavar": f"{{{','.join(map(str, typing.get_args(hint)))}}}", **required}
+        known = {str(each).lower(): each for each in typing.get_args(hint)}  # H100 is h100
+        shown = {"metavar": f"{{{','.join(map(str, known.values()))}}}", **required}
+        return {"type": lambda text: known.get(text.lower(), text), **shown}
     metavar = field.metadata["metavar"] or _metavar(hint, field.name)
     if typing.get_origin(hint) is tuple:
         parts = typing.get_args(hint)

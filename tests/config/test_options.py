@@ -33,7 +33,7 @@ def parse(*argv: str) -> Kitchen:
 
 def test_every_kind_of_field_is_read() -> None:
     provided = parse(
-        *("--burners", "2", "--heat", "0.25", "--gas", "--no-timer", "--style", "boil", "--limit", "7"),
+        *("--burners", "2", "--heat", "0.25", "--gas", "--no-timer", "--style", "Boil", "--limit", "7"),
         *("--pans", "wok", "pot", "--range", "3", "9"),
     )
     expected = {"burners": 2, "heat": 0.25, "gas": True, "timer": False, "style": "boil", "limit": 7}

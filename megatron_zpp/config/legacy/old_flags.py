@@ -267,7 +267,6 @@ RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 OTHER_VALUES = {  # by flag: what says here what a value of another program says there
     "--position-embedding-type": {"rotary": "rope", "absolute": "learned_absolute"},
     "--optimizer": {"dist_muon": "muon"},
-    "--normalization": {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
     "--tokenizer-type": dict.fromkeys(("PretrainedFromHF", "HFTokenizer"), "HuggingFaceTokenizer"),
 }
 REFUSED_VALUES = {
