@@ -94,7 +94,8 @@ class ModelStates:
 
     def left_by_muon(self, trained: Sequence[str]) -> str | None:
         """Why a state in which Muon `trained` these cannot be loaded: AdamW would lack moments of one."""
-        left = sorted({*trained} - {*self.matrices()})
+        placements = (each for unit in self._units if not unit.frozen for each in unit.layout.placements)
+        left = sorted({*trained} & {each.name for each in placements if not each.matrices})
         fix = "Muon must train it (matrices=), or the state be loaded with optimizer=False"
         return f"{left[0]}: the state is Muon's, and has no moments of it; {fix}" if left else None
 

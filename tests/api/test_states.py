@@ -82,8 +82,11 @@ def test_muon_goes_on_with_its_matrices_or_more(tmp_path: Path) -> None:
 
     first, second = "blocks.0.up.weight", "blocks.1.up.weight"
 
-    def engine(*names: str) -> ZeroEngine:
-        return engine_of(Vision(), muon=True, matrices=dict.fromkeys(names, (20,)))
+    def engine(*names: str, frozen: str | None = None) -> ZeroEngine:
+        model = Vision()
+        if frozen:
+            model.get_parameter(frozen).requires_grad_(False)
+        return engine_of(model, muon=True, matrices=dict.fromkeys(names, (20,)))
 
     saved = engine(first)
     steps_of(saved)
@@ -91,6 +94,7 @@ def test_muon_goes_on_with_its_matrices_or_more(tmp_path: Path) -> None:
     state = saved.state_dict()
     for load, given in ((ZeroEngine.load, str(tmp_path)), (ZeroEngine.load_state_dict, state)):
         load(engine(first, second), given)
+        load(engine(second, frozen=first), given)
         with pytest.raises(ValueError, match=f"{first}: the state is Muon's, and has no moments of it; .*"):
             load(engine(second), given)
 
