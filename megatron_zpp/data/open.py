@@ -21,7 +21,7 @@ from megatron_zpp.data.documents import check_ends, masked_samples
 from megatron_zpp.data.indexed import IndexedDataset, NoDataset
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.provenance import check_provenance
-from megatron_zpp.data.samples import KnownSamples, Samples
+from megatron_zpp.data.samples import KnownSamples, Samples, Source
 from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split, shown_split
 from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.windows import WindowDataset, order_seed
@@ -36,12 +36,13 @@ _PROBED = 8  # samples read at open: they almost always reveal ids of another vo
 
 @dataclass(frozen=True)
 class Splits:
-    """The samples of each split, None if the run does not need it, and the files that they read."""
+    """The samples of each split, None if the run does not need it, and the files and texts that they read."""
 
     train: Samples | None
     valid: Samples | None
     test: Samples | None
     files: tuple[IndexedDataset, ...]
+    texts: tuple[Source, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ class SplitOpener:
             split: masked_samples(self.split(split), self.config, self.eod) if split in needed else None
             for split in SPLITS
         }
-        return Splits(**samples, files=tuple(self.data.values()))
+        texts = tuple(cache.source for cache in self.texts.values())
+        return Splits(**samples, files=tuple(self.data.values()), texts=texts)
 
     @property
     def eod(self) -> int:
