@@ -13,7 +13,7 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.config.values.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
+from megatron_zpp.config.values.text import HUB, JSON_LINES, is_hub, is_text, looks_like_hub, plain_suffix
 from megatron_zpp.config.words import counted
 from megatron_zpp.data.blend import Blend, BlendedDataset, BlendOrder, Concatenation
 from megatron_zpp.data.checksums import checksums_path
@@ -153,6 +153,9 @@ class SplitOpener:
             mask = "--" + self.config.masks[0].replace("_", "-")
             fix = f"the documents of the text {path} have no end of document; add --append-eod"
             raise option_error(mask, "(given)", fix)
+        if flag in ("--valid-data-path", "--test-data-path") and is_hub(path) and path.count(":") < 3:
+            fix = f"would read the train split; name a split, as {HUB}NAME:CONFIG:SPLIT or {HUB}NAME::SPLIT"
+            raise option_error(flag, path, fix)
         from megatron_zpp.data.text.samples import TextDataset
 
         cache = self._text(flag, path)
