@@ -44,12 +44,16 @@ def test_find_files(tmp_path: Path, monkeypatch) -> None:
         Path(name).write_text("{}")
     assert find_files("--input", ["b.jsonl", "a*"]) == ["b.jsonl", "a.jsonl"]
     assert find_files("--input", ["[1].jsonl"]) == ["[1].jsonl"]
-    assert find_files("--input", ["**/c.jsonl"]) == find_files("--input", ["d"]) == ["d/c.jsonl"]
+    for pattern in ("**/c.jsonl", "**/**/c.jsonl", "d"):
+        assert find_files("--input", [pattern]) == ["d/c.jsonl"]
     for patterns in (["**/c.jsonl", "d"], ["d/c.jsonl", str(tmp_path / "d/../d/c.jsonl")], ["d", "d"]):
         with pytest.raises(ValueError, match=r"^--input .*c\.jsonl: .* has it already; give each file once$"):
             find_files("--input", patterns)
     with pytest.raises(ValueError, match=r"^--input x\*: no such file"):
         find_files("--input", ["x*"])
+    Path("d/latest.jsonl").symlink_to("c.jsonl")
+    with pytest.raises(ValueError, match=r"^--input d/latest\.jsonl: d/c\.jsonl has it already"):
+        find_files("--input", ["d"])
 
 
 @pytest.mark.parametrize("pattern", ["c", "c/**/*.json*"])
