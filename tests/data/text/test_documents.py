@@ -71,6 +71,8 @@ def test_lines_without_a_document_are_skipped_on_request(tmp_path: Path) -> None
     (tmp_path / "x.jsonl").write_bytes(AWKWARD)
     text = opened(str(tmp_path / "x.jsonl"), append_eod=True, skip_bad_lines=True)
     assert documents_of(text, EOD) == with_ends([[1, 2], [3], [9] * 400_000, [10]])
+    shown = TextDataset("train", text, (0, text.source.blocks), 8, 1, None).describe()
+    assert shown.endswith(", samples of 8, 10 bad lines skipped so far")
     with pytest.raises(ValueError, match=r"x\.jsonl line 6: malformed line: .*--skip-bad-lines$"):
         documents_of(opened(str(tmp_path / "x.jsonl"), append_eod=True), 70_000)  # from the same cache
 
