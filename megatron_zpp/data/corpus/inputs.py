@@ -110,7 +110,8 @@ def lines_that_begin(raw: BinaryIO, start: int, end: int) -> bytes:
     """Return the lines of an uncompressed file that begin in the bytes [start, end)."""
     if start:
         raw.seek(start - 1)
-        start += len(raw.readline()) - 1  # a line that began earlier belongs to the bytes before
+        # A line that began earlier belongs to the bytes before.
+        start += len(raw.readline(end - start + 1)) - 1
     if start >= end:
         return b""
     content = raw.read(end - start)

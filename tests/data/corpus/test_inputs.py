@@ -1,5 +1,6 @@
 """Blocks and samples: every line exactly once, for all cuts."""
 
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,6 +29,15 @@ def test_every_line_is_in_one_block(tmp_path: Path, lines, end: bool, block_byte
         mine = [content[a:b] for a, b in pairwise([*begins, len(content)]) if start <= a < stop]
         with path.open("rb") as raw:
             assert lines_that_begin(raw, start, stop) == b"".join(mine)
+
+
+def test_a_line_of_many_parts_is_read_once_by_its_own_part_and_once_by_the_others() -> None:
+    raw = BytesIO(b"x" * 1000 + b"\n")
+    read = []
+    for start in range(0, 1000, 10):
+        lines_that_begin(raw, start, start + 10)
+        read.append(raw.tell() - start)
+    assert read == [1001, *[10] * 99]
 
 
 def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
