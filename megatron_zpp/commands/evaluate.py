@@ -18,6 +18,7 @@ from megatron_zpp.config.command_line import command_groups, program_name
 from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error, optional
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.data.corpus.inputs import find_files
+from megatron_zpp.distributed.agreement import check_agreement
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.generate.loading import CheckpointOptions, DeviceOptions, load_together
@@ -95,6 +96,8 @@ def main() -> None:
         exchange = Exchange(met.store, topology, _PATIENCE, "evaluate")
         model, tokenizer = load_together(options["model"], device, exchange)
         task = build_task(config, files, model, tokenizer)
+        text = {"passages": len(task.passages), "words": task.words, "bytes": task.characters_utf8}
+        check_agreement({"--valid-data": text}, exchange, "give all nodes the same files")
         outcomes = score_together(task, model, config.micro_batch_size, exchange, activity)
         if topology.rank == 0:
             report(task.figures(outcomes), config, device, model.embedding.tokens.weight.dtype)

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_zpp.config.command_line import command_groups, unwind_on_sigterm
 from megatron_zpp.config.options import REQUIRED, Options, UsageError, count, option, option_error, switch
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.config.values.text import plain_suffix
+from megatron_zpp.config.values.text import PARQUET, plain_suffix
 from megatron_zpp.data.checksums import checksums_path
 from megatron_zpp.data.corpus.encode import Encoder
 from megatron_zpp.data.corpus.inputs import TEXT, find_files
@@ -60,6 +60,9 @@ def main() -> None:
             raise option_error(
                 "--input", path, "is text, not JSON lines; data/build_corpus.py --input converts it"
             )
+        if path.endswith(PARQUET):
+            fix = "--data-path of a run reads it, and datasets.load_dataset(…).to_json(…) converts it"
+            raise option_error("--input", path, f"is Parquet, not JSON lines; {fix}")
     tokenizer = build_tokenizer(tokenizer_config)
     dtype, description = token_dtype(tokenizer.vocab_size), describe(tokenizer)
     build = partial(Encoder, tokenizer_config, config.json_keys, config.append_eod)

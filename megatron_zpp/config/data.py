@@ -218,7 +218,7 @@ def split_shares(text: str) -> tuple[float, float, float]:
     An empty share, as in '1,,1', is refused.
     """
     numbers: list[float] = []
-    if re.fullmatch(_SHARES, text) and not re.search(r",\s*,", text):
+    if re.fullmatch(_SHARES, text) and not re.search(r"(^|,)\s*,", text):
         with suppress(ValueError):  # such as 1.2.3
             numbers = [float(number) for number in re.findall(r"[.0-9]+", text)]
     padded = [*numbers, 0.0, 0.0, 0.0][: len(SPLITS)]

@@ -13,7 +13,7 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.data import SPLITS, DataConfig, weighted_prefixes
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.tokenizer import TokenizerConfig
-from megatron_zpp.config.values.text import HUB, JSON_LINES, is_text, looks_like_hub, plain_suffix
+from megatron_zpp.config.values.text import HUB, JSON_LINES, is_hub, is_text, looks_like_hub, plain_suffix
 from megatron_zpp.config.words import counted
 from megatron_zpp.data.blend import Blend, BlendedDataset, BlendOrder, Concatenation
 from megatron_zpp.data.checksums import checksums_path
@@ -21,7 +21,7 @@ from megatron_zpp.data.documents import check_ends, masked_samples
 from megatron_zpp.data.indexed import IndexedDataset, NoDataset
 from megatron_zpp.data.mock import MockDataset
 from megatron_zpp.data.provenance import check_provenance
-from megatron_zpp.data.samples import KnownSamples, Samples
+from megatron_zpp.data.samples import KnownSamples, Samples, Source
 from megatron_zpp.data.split import DatasetSlice, paths_of_split, range_of_split, shown_split
 from megatron_zpp.data.stateless_random import random_bits
 from megatron_zpp.data.windows import WindowDataset, order_seed
@@ -36,12 +36,13 @@ _PROBED = 8  # samples read at open: they almost always reveal ids of another vo
 
 @dataclass(frozen=True)
 class Splits:
-    """The samples of each split, None if the run does not need it, and the files that they read."""
+    """The samples of each split, None if the run does not need it, and the files and texts that they read."""
 
     train: Samples | None
     valid: Samples | None
     test: Samples | None
     files: tuple[IndexedDataset, ...]
+    texts: tuple[Source, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,8 @@ class SplitOpener:
             split: masked_samples(self.split(split), self.config, self.eod) if split in needed else None
             for split in SPLITS
         }
-        return Splits(**samples, files=tuple(self.data.values()))
+        texts = tuple(cache.source for cache in self.texts.values())
+        return Splits(**samples, files=tuple(self.data.values()), texts=texts)
 
     @property
     def eod(self) -> int:
@@ -151,6 +153,9 @@ class SplitOpener:
             mask = "--" + self.config.masks[0].replace("_", "-")
             fix = f"the documents of the text {path} have no end of document; add --append-eod"
             raise option_error(mask, "(given)", fix)
+        if flag in ("--valid-data-path", "--test-data-path") and is_hub(path) and path.count(":") < 3:
+            fix = f"would read the train split; name a split, as {HUB}NAME:CONFIG:SPLIT or {HUB}NAME::SPLIT"
+            raise option_error(flag, path, fix)
         from megatron_zpp.data.text.samples import TextDataset
 
         cache = self._text(flag, path)

@@ -1,4 +1,4 @@
-"""Checks, before anything is built, that all ranks were started with the same settings."""
+"""Checks, before anything is built, that all ranks were started with the same settings and data."""
 
 import json
 from typing import Any
@@ -7,10 +7,12 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.rank_addresses import ranges
 
 
-def check_agreement(settings: dict[str, dict[str, Any]], exchange: Exchange) -> None:
+def check_agreement(
+    settings: dict[str, dict[str, Any]], exchange: Exchange, fix: str = "start all ranks with the same flags"
+) -> None:
     """Compare `settings`, by part and field, over all ranks. Every rank must call this.
 
-    Raises the same ValueError on every rank, naming the first field that differs.
+    Raises the same ValueError on every rank, naming the first field that differs and the remedy `fix`.
     """
     fields = {f"{part}.{name}": value for part, values in settings.items() for name, value in values.items()}
     own = json.loads(json.dumps(fields))
@@ -22,7 +24,7 @@ def check_agreement(settings: dict[str, dict[str, Any]], exchange: Exchange) -> 
     name = next((name for name in names if first.get(name, absent) != own.get(name, absent)), None)
     difference = None if name is None else [name, first.get(name, absent), own.get(name, absent)]
     if problem := exchange.combine("differs", difference, _problem):
-        raise ValueError(problem)
+        raise ValueError(f"{problem}; {fix}")
 
 
 def _problem(differences: list[Any]) -> str | None:
@@ -36,7 +38,6 @@ def _problem(differences: list[Any]) -> str | None:
     name, expected, got = next(iter(problems.values()))
     ranks = [rank for rank, problem in problems.items() if problem[0] == name]
     return (
-        f"{name} differs between ranks: rank{'s' * (len(ranks) > 1)} {ranges(ranks)} and rank 0 were "
-        f"started with different values (rank {ranks[0]}: {got}, rank 0: {expected}); start all ranks "
-        "with the same flags"
+        f"{name} differs between ranks: rank{'s' * (len(ranks) > 1)} {ranges(ranks)} and rank 0 have "
+        f"different values (rank {ranks[0]}: {got}, rank 0: {expected})"
     )

@@ -7,6 +7,7 @@ from functools import partial
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.data.open import Splits, seed_of
 from megatron_zpp.data.resume import resume_data
+from megatron_zpp.distributed.agreement import check_agreement
 from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.storage.checksums import DamagedFile
@@ -35,11 +36,14 @@ class Run(RunInputs):
 def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     """Load the checkpoint, if there is one, into `engine` and continue the data where it ended.
 
-    Every rank must call it. Raises ValueError if no checkpoint of --load is whole or the data do not fit
-    them, DamagedFile if --verify-data finds damage.
+    Every rank must call it. Raises ValueError if ranks have different data or tokenizers, no checkpoint of
+    --load is whole, or the data do not fit them; DamagedFile if --verify-data finds damage.
     """
     config, splits, lines = inputs.config, inputs.splits, list(ranks.lines)
     exchange_for = partial(Exchange, ranks.store, ranks.topology, config.distributed.timeout)
+    data = {source.name: source.fingerprint() for source in (*splits.files, *splits.texts)}
+    same = {"data": data, "tokenizer": inputs.tokenizer}
+    check_agreement(same, exchange_for("data"), "give all nodes the same files")
     if config.data.verify_data:
         ranks.activity.now("verifying data", patient=True)
         lines.append(_verified(splits, exchange_for("verify-data")))

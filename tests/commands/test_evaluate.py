@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shutil
 from functools import partial
@@ -235,6 +236,18 @@ def test_all_ranks_read_the_same_checkpoint_beside_a_run_that_rotates(
             run.start(rank, *map(str, argv), change=partial(change, rotated))
         assert set(run.statuses().values()) == {0}, run.errors()
     assert json.loads((tmp_path / "out.json").read_text()) == expected
+
+
+def test_ranks_with_other_text_of_the_same_name_are_refused(saved_twice: Path, tmp_path: Path) -> None:
+    argv = ["--load", str(saved_twice), "--valid-data", "a.jsonl", "--device", "cpu"]
+    with Run(tmp_path, 2, "megatron_zpp.commands.evaluate") as run:
+        for rank in range(2):
+            (node := tmp_path / f"node{rank}").mkdir()
+            jsonl(node / "a.jsonl", ARTICLES[rank:])
+            run.start(rank, *argv, change=partial(os.chdir, node))
+        assert set(run.statuses().values()) == {1}
+        (line,) = run.errors()
+        assert "--valid-data.bytes differs between ranks: rank 1 and rank 0 have different values" in line
 
 
 def test_ranks_say_once_that_there_is_no_checkpoint_or_a_damaged_one(

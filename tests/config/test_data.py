@@ -73,7 +73,7 @@ def test_default_split_is_megatrons():
     "text",
     [
         *("", ",", "1,,1", "1,2,3,4", "1/2/3/4", "0,0,0", "-1,2", "+1,2", "nan", "inf,1", "1e3,1", "1_0,1"),
-        *("1.2.3", ".", "9" * 400, "train", "80%,train"),
+        *(",1,1", "1.2.3", ".", "9" * 400, "train", "80%,train"),
     ],
 )
 def test_invalid_splits_are_refused(text):

@@ -25,6 +25,11 @@ PREPROCESS = [
     preprocess("--input gone.jsonl", "--input gone.jsonl: no such file … check the path"),
     preprocess("--input directory", "--input directory: holds no .txt, .jsonl, .json or .ndjson file"),
     preprocess("--input text.txt", "--input text.txt: is text … data/build_corpus.py --input converts it"),
+    preprocess(
+        "--input x.parquet",
+        "--input x.parquet: is Parquet … of a run reads it",
+        harm=put("x.parquet", "PAR1"),
+    ),
     preprocess("", "--input text.jsonl: is a FIFO, not a regular file; save", harm=fifo("text.jsonl")),
     preprocess("", "--input text.jsonl: cannot be read; check its permissions", harm=locked("text.jsonl")),
     preprocess("", "--input text.jsonl: has no documents", harm=put("text.jsonl", "\n")),

@@ -1,5 +1,6 @@
 """Runs whose network or launcher is wrong: each ends soon, with a line that says what is wrong, and where."""
 
+import os
 import platform
 import re
 import socket
@@ -7,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from megatron_zpp.supervision import heartbeat
 from megatron_zpp.supervision.preflight import Ring, describe_rates, rings_of, slow_links, split_nodes
 from megatron_zpp.train.setup import ranks
 from tests.config.command_line import SMALLEST
+from tests.data.format_by_hand import write_by_hand
 from tests.support import Run
 
 FLAGS = [*SMALLEST, "--train-iters", "2", "--device", "cpu"]
@@ -118,10 +121,23 @@ def test_ranks_with_different_settings_are_refused_once(tmp_path: Path) -> None:
             run.start(rank, *FLAGS, "--seed", "7" if rank in (1, 3) else "6")
         assert set(run.statuses().values()) == {1}
         (line,) = run.errors()
-        assert (
-            "training.seed differs between ranks: ranks 1, 3 and rank 0 were started with different" in line
-        )
+        assert "training.seed differs between ranks: ranks 1, 3 and rank 0 have different values" in line
         assert "(rank 1: 7, rank 0: 6)" in line
+
+
+def test_a_node_with_other_data_of_the_same_name_is_named(tmp_path: Path) -> None:
+    """Each node may have copies of its own; samples are numbered as if all were alike."""
+    mock = FLAGS.index("--mock-data")
+    flags = [*FLAGS[:mock], *FLAGS[mock + 1 :], "--data-path", "text", "--split", "1"]
+    with Run(tmp_path, 2) as run:
+        for rank in range(2):
+            (node := tmp_path / f"node{rank}").mkdir()
+            write_by_hand(node / "text", [[rank] * 20])
+            run.start(rank, *flags, change=partial(os.chdir, node))
+        assert set(run.statuses().values()) == {1}
+        (line,) = run.errors()
+        assert "data.text differs between ranks: rank 1 and rank 0 have different values (" in line
+        assert line.endswith("give all nodes the same files")
 
 
 def test_ranks_that_reach_the_store_but_not_each_other_end_the_run(waiting: dict[str, Run]) -> None:

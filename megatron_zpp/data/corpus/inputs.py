@@ -32,13 +32,13 @@ def find_files(flag: str, patterns: Sequence[str], *, output: str | None = None)
     A directory stands for every file below it with a suffix of text or JSON lines. Globs and directories omit
     what this program wrote: caches of tokens and orders, records of tokenised data, and the file `output` of
     the flag --output. Directories also omit hidden directories. Raises ValueError if a pattern matches
-    nothing, a file of an earlier one or is `output`, or if a file cannot be read or is not regular: parts of
-    a file are read in parallel, so a pipe has to be saved to a file first.
+    nothing, a file twice, also by a link, or is `output`, or if a file cannot be read or is not regular:
+    parts of a file are read in parallel, so a pipe has to be saved to a file first.
     """
     files: list[str] = []
-    patterns_of: dict[str, int] = {}  # the number of the pattern that a file was found by
+    first: dict[str, tuple[str, str]] = {}  # the pattern and the name that each file was first found by
     written = None if output is None else os.path.realpath(output)
-    for number, pattern in enumerate(patterns):
+    for pattern in patterns:
         found = _find(pattern)
         if written is not None:
             if os.path.isfile(pattern) and os.path.realpath(pattern) == written:
@@ -50,9 +50,10 @@ def find_files(flag: str, patterns: Sequence[str], *, output: str | None = None)
                 fix = f"holds no {either(TEXT + JSON_LINES)} file"
             raise option_error(flag, pattern, fix)
         for path in found:
-            first = patterns_of.setdefault(os.path.realpath(path), number)
-            if first != number:
-                raise option_error(flag, path, f"{patterns[first]} has it already; give each file once")
+            if earlier := first.get(real := os.path.realpath(path)):
+                where = earlier[earlier[1] != path]  # another name of it: a link
+                raise option_error(flag, path, f"{where} has it already; give each file once")
+            first[real] = pattern, path
             try:
                 os.close(open_regular(path))
             except UnfitFile as error:
@@ -72,7 +73,7 @@ def _find(pattern: str) -> list[str]:
         return sorted(str(path) for path in shown if not _is_own(path, pattern))
     if os.path.exists(pattern):
         return [pattern]
-    matches = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+    matches = {path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
     if any(ending in pattern for ending in _CACHES):
         return sorted(matches)
     return sorted(path for path in matches if not _is_own(Path(path), fixed_directory(pattern)))
@@ -109,7 +110,8 @@ def lines_that_begin(raw: BinaryIO, start: int, end: int) -> bytes:
     """Return the lines of an uncompressed file that begin in the bytes [start, end)."""
     if start:
         raw.seek(start - 1)
-        start += len(raw.readline()) - 1  # a line that began earlier belongs to the bytes before
+        # A line that began earlier belongs to the bytes before.
+        start += len(raw.readline(end - start + 1)) - 1
     if start >= end:
         return b""
     content = raw.read(end - start)

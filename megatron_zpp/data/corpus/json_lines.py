@@ -96,10 +96,10 @@ def _parse(number: int, line: bytes, keys: Sequence[str]) -> tuple[int, list[str
 
 
 def utf16(content: bytes) -> str | None:
-    """Say what to do with UTF-16 or UTF-32, each of which has null bytes; None for other content."""
+    """Say what content with null bytes is, which UTF-16, UTF-32 and binary files have; None without them."""
     if b"\0" not in content:
         return None
-    return "UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8"
+    return "null bytes: UTF-16 or UTF-32, which iconv -f UTF-16 -t UTF-8 converts, or not text at all"
 
 
 def _several_lines(line: bytes) -> str | None:

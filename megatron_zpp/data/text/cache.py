@@ -76,6 +76,10 @@ class TokenCache:
             known &= records["skipped"] == 0  # tokenised again, so that the error names the line
         return np.where(known, records["tokens"], -1).astype(np.int64)
 
+    def skipped(self, blocks: np.ndarray) -> int:
+        """Return the lines that were skipped in those of the blocks that are tokenised."""
+        return int(self._records(blocks[self.counts(blocks) >= 0])["skipped"].sum())
+
     def _records(self, blocks: np.ndarray) -> np.ndarray:
         """Return the records of blocks, zeros where the file has none yet."""
         size = _RECORD.itemsize

@@ -15,6 +15,7 @@ import math
 import numpy as np
 
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.words import counted
 from megatron_zpp.data.samples import Epochs, KnownSamples
 from megatron_zpp.data.text.cache import TokenCache
 from megatron_zpp.data.text.sources import TextSource
@@ -70,7 +71,9 @@ class TextDataset(KnownSamples):
 
     def describe(self) -> str:
         text = self.source.describe(self._order.last - self._order.first)
-        return f"{self.source.name}: {text}, tokenised as it is read, samples of {self._seq_length}"
+        skipped = self._cache.skipped(np.arange(self._order.first, self._order.last))
+        so_far = f", {counted(skipped, 'bad line')} skipped so far" if skipped else ""
+        return f"{self.source.name}: {text}, tokenised as it is read, samples of {self._seq_length}{so_far}"
 
     def epochs(self, samples: int) -> list[Epochs]:
         """How often the first `samples` samples read the text; an estimate until all blocks are tokenised.

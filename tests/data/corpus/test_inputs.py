@@ -1,5 +1,6 @@
 """Blocks and samples: every line exactly once, for all cuts."""
 
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def test_every_line_is_in_one_block(tmp_path: Path, lines, end: bool, block_byte
             assert lines_that_begin(raw, start, stop) == b"".join(mine)
 
 
+def test_a_line_of_many_parts_is_read_once_by_its_own_part_and_once_by_the_others() -> None:
+    raw = BytesIO(b"x" * 1000 + b"\n")
+    read = []
+    for start in range(0, 1000, 10):
+        lines_that_begin(raw, start, start + 10)
+        read.append(raw.tell() - start)
+    assert read == [1001, *[10] * 99]
+
+
 def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x" * 99 + b"\n" + (b"y" * 9 + b"\n") * 1000)
     sizes = [len(block.content) for block in read_blocks(str(tmp_path / "f"), 50)]
@@ -44,12 +54,16 @@ def test_find_files(tmp_path: Path, monkeypatch) -> None:
         Path(name).write_text("{}")
     assert find_files("--input", ["b.jsonl", "a*"]) == ["b.jsonl", "a.jsonl"]
     assert find_files("--input", ["[1].jsonl"]) == ["[1].jsonl"]
-    assert find_files("--input", ["**/c.jsonl"]) == find_files("--input", ["d"]) == ["d/c.jsonl"]
+    for pattern in ("**/c.jsonl", "**/**/c.jsonl", "d"):
+        assert find_files("--input", [pattern]) == ["d/c.jsonl"]
     for patterns in (["**/c.jsonl", "d"], ["d/c.jsonl", str(tmp_path / "d/../d/c.jsonl")], ["d", "d"]):
         with pytest.raises(ValueError, match=r"^--input .*c\.jsonl: .* has it already; give each file once$"):
             find_files("--input", patterns)
     with pytest.raises(ValueError, match=r"^--input x\*: no such file"):
         find_files("--input", ["x*"])
+    Path("d/latest.jsonl").symlink_to("c.jsonl")
+    with pytest.raises(ValueError, match=r"^--input d/latest\.jsonl: d/c\.jsonl has it already"):
+        find_files("--input", ["d"])
 
 
 @pytest.mark.parametrize("pattern", ["c", "c/**/*.json*"])

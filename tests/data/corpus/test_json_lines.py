@@ -5,7 +5,7 @@ import pytest
 from megatron_zpp.data.corpus.json_lines import Problem, parse_lines, split_lines
 
 ARRAY = "a JSON array, not an object; write each of its objects on one line: jq -c '.[]'"
-UTF16 = "UTF-16 or UTF-32; convert the file to UTF-8: iconv -f UTF-16 -t UTF-8"
+UTF16 = "null bytes: UTF-16 or UTF-32, which iconv -f UTF-16 -t UTF-8 converts, or not text at all"
 
 
 @pytest.mark.parametrize(

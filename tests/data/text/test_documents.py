@@ -18,13 +18,14 @@ import pytest
 import zstandard
 
 from benchmarks.faults.foreign_files import train_bpe
+from megatron_zpp.config.data import DataConfig
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.data.batches import BatchSchedule
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.loader import MicroBatches
 from megatron_zpp.data.text.samples import TextDataset
 from megatron_zpp.tokenizer import build_tokenizer
-from tests.data.text.conftest import EOD, documents_of, json_lines, opened, with_ends
+from tests.data.text.conftest import EOD, documents_of, json_lines, open_run, opened, with_ends
 from tests.support import refusal
 from tests.tools.run import succeed
 from tests.tools.test_preprocess_data import AWKWARD
@@ -70,6 +71,8 @@ def test_lines_without_a_document_are_skipped_on_request(tmp_path: Path) -> None
     (tmp_path / "x.jsonl").write_bytes(AWKWARD)
     text = opened(str(tmp_path / "x.jsonl"), append_eod=True, skip_bad_lines=True)
     assert documents_of(text, EOD) == with_ends([[1, 2], [3], [9] * 400_000, [10]])
+    shown = TextDataset("train", text, (0, text.source.blocks), 8, 1, None).describe()
+    assert shown.endswith(", samples of 8, 10 bad lines skipped so far")
     with pytest.raises(ValueError, match=r"x\.jsonl line 6: malformed line: .*--skip-bad-lines$"):
         documents_of(opened(str(tmp_path / "x.jsonl"), append_eod=True), 70_000)  # from the same cache
 
@@ -171,6 +174,11 @@ def test_a_hub_data_set_gives_its_rows(
         opened(f"hf:{hub}")
     with pytest.raises(ValueError, match=r"^--data-path hf:.*:default:nope: cannot be read .*check name"):
         opened(f"hf:{hub}:default:nope", json_key="content")
+    data = DataConfig(train_data_path=(f"hf:{hub}",), valid_data_path=(f"hf:{hub}",), json_key="content")
+    with pytest.raises(
+        ValueError, match=r"^--valid-data-path hf:.*: would read the train split; name a split"
+    ):
+        open_run(data, needed=("train", "valid"))
     with pytest.raises(ValueError, match=r"number' is a number; correct"):
         documents_of(opened(f"hf:{hub}", json_key="number"), 0)
     (tmp_path / "lines").mkdir()
