@@ -25,7 +25,7 @@ from megatron_zpp.tokenizer.base import describe
 from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.huggingface_tokenizer import HuggingFaceTokenizer
 from tests.checkpoint.huggingface.gpt2 import SOURCE, check_equal, entries, save, tensors, theirs
-from tests.model.families import FAMILIES, with_images
+from tests.model.families import BOTH_KINDS, FAMILIES, with_images
 from tests.support import logged, nightly, refusal, trained
 
 LENGTH = 16
@@ -243,6 +243,32 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
         ),
         ({"model_type": "qwen3_vl", "vision_config": {}}, NOT + "images beside text (vision_config)"),
         ({"quantization_config": {}}, "quantization_config {} is not supported"),
+        ({"is_causal": False}, "is_causal false is not supported; must be true"),
+        (BLOOM | {"slow_but_exact": True}, "slow_but_exact true is not supported; must be false"),
+        (
+            GEMMA3 | {"attn_logit_softcapping": 2.0},
+            "attn_logit_softcapping 2.0 is not supported; must be null",
+        ),
+        ({"layer_types": ["sliding_attention"] * 2}, "must be full_attention in all layers without a window"),
+        (GEMMA3 | {"sliding_window": None}, "must be full_attention in all layers without a window"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"type": "default"}},
+            "not supported; must be omitted, because rope_parameters say something else",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {}}},
+            "full_attention of rope {} is not supported; must be om",
+        ),
+        (GEMMA3 | {"rope_parameters": YARN}, "must be an object with full_attention and sliding_attention"),
+        (
+            OLMO3 | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"type": "linear"}}},
+            'rope_type of sliding_attention "linear" is not supported; must be default',
+        ),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": 64}}
+            | {"original_max_position_embeddings": 32},
+            "original_max_position_embeddings 32 is not supported; must be 64, as in rope",
+        ),
     ],
 )
 def test_what_no_flag_expresses_is_refused_with_its_key(changes: dict[str, Any], said: str) -> None:
@@ -310,9 +336,28 @@ def test_windows_of_config_json(values: dict[str, Any], windows: list[int | None
     assert again.layer_windows == config.layer_windows
 
 
+def test_layer_types_make_a_mistral_a_ministral() -> None:
+    """To transformers' AutoConfig. It has no Mistral for such a model, so that none is exported."""
+    values = LLAMA | {"model_type": "mistral", "sliding_window": 32, "layer_types": BOTH_KINDS}
+    config = ModelConfig(**describe_model(values).fields, seq_length=64)
+    assert list(config.layer_windows) == [32, None]
+
+
+@pytest.mark.parametrize("layers", [[0, 1, 0], [1, 0, 1], [0, 0, 0], [1, 1, 1]])
+def test_layers_without_rope_survive_config_json(layers: list[int]) -> None:
+    """Whichever they are, and however a flag spells them."""
+    values = LLAMA | {"model_type": "smollm3", "num_hidden_layers": 3, "no_rope_layers": layers}
+    config = ModelConfig(**describe_model(values).fields, seq_length=64)
+    assert list(config.layers_with_rope) == layers
+    spelled = replace(config, no_rope_freq="+".join(f"[{1 - each}]" for each in layers))
+    assert huggingface_values(spelled, 100, 0).get("no_rope_layers", [1, 1, 1]) == layers
+
+
 def test_a_window_of_all_positions_is_none_in_config_json() -> None:
     config = ModelConfig(**describe_model(LLAMA).fields | {"window_size": "127,0"}, seq_length=64)
-    assert huggingface_values(config, 100, 0)["model_type"] == "llama"
+    values = huggingface_values(config, 100, 0)
+    assert values["model_type"] == "llama"
+    assert "sliding_window" not in values
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bloom", "llama", "mistral", "starcoder2", "qwen2", "qwen3"])
