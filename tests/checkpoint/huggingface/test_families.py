@@ -242,6 +242,7 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
             'model_type of text_config is "mistral3"; must be a text\'s',
         ),
         ({"model_type": "qwen3_vl", "vision_config": {}}, NOT + "images beside text (vision_config)"),
+        ({"model_type": {}}, "model_type is {}; must be one of gpt2, bloom, llama"),
         ({"quantization_config": {}}, "quantization_config {} is not supported"),
         ({"is_causal": False}, "is_causal false is not supported; must be true"),
         (BLOOM | {"slow_but_exact": True}, "slow_but_exact true is not supported; must be false"),
