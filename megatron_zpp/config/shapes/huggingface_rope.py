@@ -52,13 +52,16 @@ def rope_keys(model: Values, model_type: str) -> dict[str, Any]:
     """Return the keys of config.json."""
     rotated = int(model["kv_channels"] * model["rotary_percent"])
     base, scaling = ntk_base(model["rotary_base"], model["rotary_ntk_factor"], rotated), _scaling(model)
+    found: dict[str, Any] = {"rope_theta": base, "rope_scaling": scaling or None}
     if model_type in _BY_LAYER:
+        # Both spellings: version 4 knows no rope_parameters, and version 5 reads OLMo 3's local base there.
         full = {"rope_type": "default", "rope_theta": base, **scaling}
         local = {"rope_type": "default", "rope_theta": model["rotary_base_local"]}
         if model["rotary_base_local"] is None:
             local = full
-        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
-    found: dict[str, Any] = {"rope_theta": base, "rope_scaling": scaling or None}
+        if model_type == "gemma3_text":
+            found["rope_local_base_freq"] = local["rope_theta"]
+        return found | {"rope_parameters": dict(zip(_LAYERS, (full, local), strict=True))}
     if model_type in _SHARES:
         found["partial_rotary_factor"] = model["rotary_percent"]
     if model_type == "phi3" and scaling:
@@ -69,17 +72,19 @@ def rope_keys(model: Values, model_type: str) -> dict[str, Any]:
 def _by_layer(values: Values) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rope of a model, or of its layers without a window; and that of the others where it has another."""
     new, old = (mapping(values, key, key) for key in ("rope_parameters", "rope_scaling"))
-    if new and old and new != old:
-        raise unsupported("rope_scaling", old, "omitted, because rope_parameters say something else")
+    rope, local = new or old, {}
     if new and values["model_type"] in _BY_LAYER:
         rope, local = (mapping(new, layers, f"{layers} of rope") for layers in _LAYERS)
         if not (rope and local):
             raise unfit("rope_parameters", new, f"an object with {' and '.join(_LAYERS)}")
-        return rope, local
-    rope = new or old
-    if layers := next(filter(rope.__contains__, _LAYERS), None):
+        agree = rope | old == rope
+    elif layers := next(filter(rope.__contains__, _LAYERS), None):
         raise unsupported(f"{layers} of rope", rope[layers], "omitted")
-    return rope, {}
+    else:
+        agree = not old or rope == old
+    if not agree:
+        raise unsupported("rope_scaling", old, "omitted, because rope_parameters say something else")
+    return rope, local
 
 
 def _kind(rope: Values, model_type: str) -> str:

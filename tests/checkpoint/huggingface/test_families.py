@@ -388,6 +388,15 @@ def test_presets_survive_config_json(preset: str, tmp_path: Path) -> None:
     assert vars(again) == vars(config) | {"model_preset": None}
 
 
+@pytest.mark.parametrize("preset", ["gemma3-4b", "olmo3-32b"])
+def test_config_json_says_the_same_to_transformers_4(preset: str) -> None:
+    """It does not read rope_parameters, and took such a model's rope as unscaled."""
+    values = huggingface_values(ModelConfig(model_preset=preset, seq_length=64), 100, 0)
+    assert values["rope_scaling"]["factor"] == values["rope_parameters"]["full_attention"]["factor"]
+    old = {key: value for key, value in values.items() if key != "rope_parameters"}
+    assert describe_model(old) == describe_model(values)
+
+
 UNSAID = ("use_mup", "add_qkv_bias")  # multipliers say what muP does; a GPT-2 has these biases anyway
 SWITCHES = [each.name for each in fields(ModelConfig) if each.default is False and each.name not in UNSAID]
 
