@@ -28,6 +28,8 @@ def rope_fields(values: Values, positions: int) -> tuple[dict[str, Any], tuple[s
     rope, local = _by_layer(values)
     usual = _number(values, "rope_theta", _BASES.get(model_type, 10_000.0))
     base = _number(rope, "rope_theta", usual)
+    if values.get("rope_theta") is not None and base != usual:  # transformers 4 takes one, 5 the other
+        raise unsupported("rope_theta", usual, f"{base}, as in rope")
     kind = _kind(rope, model_type)
     fields = {
         "position_embedding_type": kind if kind in ("yarn", "longrope") else "rope",

@@ -264,6 +264,10 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
             {"rope_parameters": {"full_attention": {}}},
             "full_attention of rope {} is not supported; must be om",
         ),
+        (
+            {"rope_theta": 100, "rope_scaling": {"type": "default", "rope_theta": 200}},
+            "rope_theta 100.0 is not supported; must be 200.0, as in rope",
+        ),
         (GEMMA3 | {"rope_parameters": YARN}, "must be an object with full_attention and sliding_attention"),
         (
             OLMO3 | {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"type": "linear"}}},
