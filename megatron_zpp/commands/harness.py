@@ -112,11 +112,17 @@ class CheckpointLM(LM):
         return [(sum(score.log_probabilities), score.greedy) for score in scores]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihood of whole texts: each token once, in windows that begin after an end of document."""
+        """Log-likelihood of whole texts: each token once, in windows that begin after an end of document.
+
+        If the tokenizer begins texts with other tokens, the first windows begin with the last of these.
+        """
         found = []
         for instance in requests:
             windows = get_rolling_token_windows(
-                self._tokenizer.encode(instance.args[0]), self._tokenizer.eod, self._positions, context_len=1
+                self._tokenizer.encode(instance.args[0]),
+                self._tokenizer.before_text[-1],
+                self._positions,
+                context_len=1,
             )
             passages = [
                 Passage([*before, *scored], len(scored))
@@ -144,9 +150,9 @@ class CheckpointLM(LM):
     def _passage(self, context: str, continuation: str) -> Passage:
         """The tokens to score. Trailing spaces of a context join the continuation: tokens begin with them."""
         kept = context.rstrip()
-        before = self._tokenizer.encode(kept) if kept else [self._tokenizer.eod]
-        whole = self._tokenizer.encode(context + continuation)
-        whole = whole if kept else before + whole
+        first = self._tokenizer.begin if kept else self._tokenizer.before_text
+        before = [*first, *self._tokenizer.encode(kept)]
+        whole = [*first, *self._tokenizer.encode(context + continuation)]
         scored = len(whole) - len(before)
         if not 0 < scored <= self._positions:
             raise ValueError(f"a continuation has {scored} tokens; the model has {self._positions} positions")
@@ -159,7 +165,7 @@ class CheckpointLM(LM):
         written = continue_texts(
             self._model,
             self._tokenizer,
-            [self._tokenizer.encode(context)[-room:] for context in contexts],
+            [[*self._tokenizer.begin, *self._tokenizer.encode(context)][-room:] for context in contexts],
             new_tokens=new_tokens,
             sampling=generation.sampling,
             seed=1234,

@@ -43,7 +43,7 @@ def main() -> None:
     prompts = []
     for prompt in config.prompt:
         try:
-            prompts.append(tokenizer.encode(prompt))
+            prompts.append([*tokenizer.begin, *tokenizer.encode(prompt)])
         except ValueError as error:
             raise option_error("--prompt", prompt, str(error)) from None
     texts = continue_texts(

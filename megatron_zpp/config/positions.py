@@ -1,12 +1,13 @@
 """How the model knows positions: learned, rotary embedding and its scalings, or not at all."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_zpp.config.options import option, optional, switch
 from megatron_zpp.config.sizes import SizeConfig
-from megatron_zpp.config.values.attention_window import parse_pattern
+from megatron_zpp.config.values.attention_window import describe_pattern, parse_pattern
 
 PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "longrope", "alibi", "none"]
 ROTARY = ("rope", "yarn", "longrope")
@@ -181,7 +182,8 @@ class PositionConfig(SizeConfig):
             fix = f"rotates {channels} of --kv-channels {self.kv_channels}; must be even"
             raise self.error("rotary_percent", fix)
         if self.no_rope_freq is not None:
-            rope_layers(self.no_rope_freq, self.num_layers)
+            rotated = rope_layers(self.no_rope_freq, self.num_layers)
+            object.__setattr__(self, "no_rope_freq", describe_rope_layers(rotated))  # equal ones are equal
         self.check_alternatives(
             "rotary_ntk_factor", "use_rope_scaling", "rotary_seq_len_interpolation_factor"
         )
@@ -223,3 +225,11 @@ def rope_layers(pattern: str, layers: int) -> tuple[bool, ...]:
     """Whether each layer has rope, by --no-rope-freq."""
     found = parse_pattern(pattern, layers, "--no-rope-freq", ("without rope", "with rope"))
     return found if pattern.strip().isdecimal() else tuple(not each for each in found)
+
+
+def describe_rope_layers(rotated: Sequence[bool]) -> str | None:
+    """Return the shortest value of --no-rope-freq for layers; None if all have rope."""
+    number = describe_pattern(rotated)
+    if number is None or number.isdecimal():
+        return number
+    return str([int(not each) for each in rotated])

@@ -56,13 +56,13 @@ def _score_batch(model: GPT, passages: Sequence[Passage]) -> list[Score]:
     return scores
 
 
-def sliding_passages(ids: Sequence[int], width: int, stride: int) -> list[Passage]:
-    """Passages that score every id but the first exactly once, with up to `width` ids before it.
+def sliding_passages(ids: Sequence[int], width: int, stride: int, given: int = 1) -> list[Passage]:
+    """Passages that score every id but the first `given` exactly once, with up to `width` ids before it.
 
     Each begins `stride` ids after the one before and scores what that one did not reach, so all but the first
     score `stride` ids with at least `width - stride` before them. `stride` is from 1 to `width`.
     """
-    passages, reached = [], 1
+    passages, reached = [], given
     for begin in range(0, len(ids) - 1, stride):
         end = min(begin + width + 1, len(ids))
         passages.append(Passage(ids[begin:end], end - reached))

@@ -50,11 +50,12 @@ def outcome_of(score: Score) -> Outcome:
 def perplexity_task(
     files: Sequence[str], json_key: str, tokenizer: Tokenizer, *, width: int, stride: int
 ) -> Task:
-    """Every token of every document, each document by itself after an end of document."""
+    """Every token of every document, each document by itself after an end of document, or `<bos>`."""
+    before = tokenizer.before_text
     passages, documents, words, size = [], 0, 0, 0
     for path, text in _documents(files, json_key):
         ids = _encode(tokenizer, path, text)
-        passages += sliding_passages([tokenizer.eod, *ids], width, stride)
+        passages += sliding_passages([*before, *ids], width, stride, len(before))
         documents, words, size = documents + 1, words + len(text.split()), size + len(text.encode())
     return Task("perplexity", passages, documents, words, size)
 
@@ -82,7 +83,7 @@ def last_word(tokenizer: Tokenizer, path: str, text: str, width: int) -> Passage
     shared = 0
     while shared < min(len(ids) - 1, len(context)) and ids[shared] == context[shared]:
         shared += 1
-    whole = ids if shared else [tokenizer.eod, *ids]
+    whole = [*(tokenizer.begin if shared else tokenizer.before_text), *ids]
     scored = len(ids) - shared
     if scored > width:
         raise _refused(path, f"its last word {text.split()[-1][:20]!r}… has {scored} tokens of {width}")

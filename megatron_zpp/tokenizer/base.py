@@ -18,6 +18,7 @@ class Tokenizer(ABC):
     kind: ClassVar[str]  # the name that --tokenizer-type gives it
     vocab_size: int  # the largest id plus one, without padding
     eod: int  # end of document
+    begin: tuple[int, ...] = ()  # ids before a text that is scored or continued; `encode` omits them
     fingerprint: str  # SHA-256 in hex of all that decides which ids a text gets, wherever its files lie
     # What it was read from, by the names in a checkpoint; `build.saved_config` has settings to read it again.
     files: Mapping[str, bytes] = MappingProxyType({})
@@ -29,6 +30,16 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on the calling thread: parallelism is the caller's to arrange."""
+
+    @property
+    def before_text(self) -> tuple[int, ...]:
+        """What stands before a text: what begins it, or the end of the document before."""
+        return self.begin or (self.eod,)
+
+    @property
+    def published_begin(self) -> tuple[int, ...]:
+        """What transformers puts before a text, such as `<bos>`."""
+        return ()
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:

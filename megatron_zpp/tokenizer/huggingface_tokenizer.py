@@ -3,6 +3,8 @@
 import json
 import secrets
 from collections.abc import Collection, Iterable
+from itertools import takewhile
+from operator import itemgetter
 from typing import Any
 
 from megatron_zpp.config.options import option_error
@@ -28,7 +30,8 @@ class HuggingFaceTokenizer(PipelineTokenizer):
 
     Its end of document is the `eos_token` of the tokenizer_config.json or special_tokens_map.json beside it,
     else the one of `<|endoftext|>` and `</s>` that it has. A post-processor, which adds special tokens around
-    a text, is omitted, and so are the truncation and padding that a file may have been saved with.
+    a text, only decides `published_begin`. Truncation and padding that a file may have been saved with are
+    omitted.
     """
 
     kind = "HuggingFaceTokenizer"
@@ -69,6 +72,12 @@ class HuggingFaceTokenizer(PipelineTokenizer):
             _encode_whole_text(self._encoder)
         decisive = {name: parts.get(name) for name in _PARTS_THAT_DECIDE_IDS}
         self.fingerprint = fingerprint_of(self.kind, [decisive, self.eod])
+
+    @property
+    def published_begin(self) -> tuple[int, ...]:
+        made = self._pipeline.encode("a")
+        added = takewhile(itemgetter(1), zip(made.ids, made.special_tokens_mask, strict=True))
+        return tuple(index for index, _ in added)
 
     def to_tokenizers(self) -> str:
         parts = json.loads(self._pipeline.to_str())

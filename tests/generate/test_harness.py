@@ -87,6 +87,51 @@ def test_a_hugging_face_model_is_scored_as_it_is(
     assert ask(direct, "loglikelihood", PAIRS) == ask(ours, "loglikelihood", PAIRS)
 
 
+def test_texts_of_a_published_model_begin_as_in_transformers(
+    checkpoint: Path, theirs: transformers.PreTrainedModel, tmp_path: Path
+) -> None:
+    """Contexts of scores and prompts, and documents whose perplexity is asked for, begin with `<bos>`."""
+    from lm_eval.models.huggingface import HFLM
+
+    from megatron_zpp.checkpoint.huggingface.importing import read_whole
+    from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
+    from megatron_zpp.commands.harness import CheckpointLM
+    from megatron_zpp.generate.tasks import perplexity_task
+
+    theirs.save_pretrained(tmp_path)
+    parts = json.loads((checkpoint.parent / "tokenizer.json").read_text())
+    bos = next(token for token, index in parts["model"]["vocab"].items() if index == 5)
+    special = {"SpecialToken": {"id": bos, "type_id": 0}}
+    sequences = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    parts["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [special, sequences[0]],
+        "pair": [special, *sequences],
+        "special_tokens": {bos: {"id": bos, "ids": [5], "tokens": [bos]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
+    words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "bos_token": bos}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(words))
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    auto.pad_token = auto.eos_token
+    direct = CheckpointLM(load=f"hf:{tmp_path}", device="cpu", batch_size=3)
+    other = HFLM(pretrained=theirs, tokenizer=auto, device="cpu", batch_size=3, max_length=POSITIONS)
+    pairs = [pair for pair in PAIRS if pair[0]]
+    for mine, expected in zip(
+        ask(direct, "loglikelihood", pairs), ask(other, "loglikelihood", pairs), strict=True
+    ):
+        assert mine[0] == pytest.approx(expected[0], rel=1e-4)
+    greedy = {"max_gen_toks": 8, "do_sample": False, "until": ["zzz"]}
+    contexts = [("The quick brown fox", greedy), ("one two three " * 9, greedy)]
+    assert ask(direct, "generate_until", contexts) == ask(other, "generate_until", contexts)
+    _, tokenizer = read_whole(NamedDirectory("x", "x", tmp_path))
+    (tmp_path / "text").write_text("The quick brown fox")
+    files = [str(tmp_path / "text")]
+    (passage,) = perplexity_task(files, "text", tokenizer, width=POSITIONS, stride=POSITIONS).passages
+    assert passage.ids == auto("The quick brown fox").input_ids
+    assert passage.scored == len(passage.ids) - 1
+
+
 def test_rolling_loglikelihoods(ours: object, reference: object) -> None:
     texts = [("The quick brown fox. " * 12,), ("short",)]
     kind = "loglikelihood_rolling"

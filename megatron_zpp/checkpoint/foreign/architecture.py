@@ -35,7 +35,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 _COPIED = (
     *("kv_channels", "ffn_hidden_size", "max_position_embeddings", "qk_layernorm", "swiglu"),
     *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights", "embed_layernorm"),
-    "softmax_type",
+    *("softmax_type", "softmax_scale"),
 )
 _OF_ROPE = ("rotary_percent", "rotary_seq_len_interpolation_factor")
 _OF_YARN = (  # which rotates all channels whatever --rotary-percent says
@@ -153,7 +153,6 @@ def _mup(args: Mapping[str, Any]) -> dict[str, Any]:
         **{name: name for name in ("mup_base_hidden_size", "mup_base_head_dim", "mup_attn_scale_power")},
         "mup_embedding_mult": "embedding_multiplier",
         "mup_output_mult": "logits_multiplier",
-        "softmax_scale": "softmax_scale",
     }
     found = {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
     return {"use_mup": True, **found}

@@ -66,6 +66,7 @@ def load_weights(directory: str, engine: ZeroEngine, model: ModelConfig, tokeniz
 def read_whole(named: NamedDirectory) -> tuple[GPT, Tokenizer]:
     """Return the model on the CPU in fp32, and the tokenizer beside it. Raises ValueError in one line."""
     tokenizer = build_tokenizer(find_tokenizer(named))
+    tokenizer.begin = tokenizer.published_begin
     config = fit_vocabulary(named, read_architecture(named), describe(tokenizer))
     with HuggingFaceWeights(named, config, tokenizer.vocab_size) as weights:
         model = whole_model(config, tokenizer.vocab_size, weights.parameters())

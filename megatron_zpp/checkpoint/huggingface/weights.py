@@ -113,7 +113,12 @@ class HuggingFaceWeights:
                         f"{WEIGHTS_INDEX}: {file} has no tensor {shown_key(name)}; download the files again"
                     )
                 slices[name] = handle.get_slice(name)
-        return {bare: slices[name] for name, bare in self._names.bare(slices).items()}
+        found: dict[str, Any] = {}
+        for name, bare in self._names.bare(slices).items():
+            if bare in found:
+                raise self._named.error(f"has {shown_key(bare)} twice, the second time as {shown_key(name)}")
+            found[bare] = slices[name]
+        return found
 
     def _files(self) -> Mapping[str, list[str] | None]:
         """Return the names of tensors by file; None stands for all tensors of the file."""

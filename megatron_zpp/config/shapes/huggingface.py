@@ -46,11 +46,11 @@ _UNSUPPORTED = {  # features that are not here, and their keys, of which the fir
 
 def describe_model(values: dict[str, Any]) -> DescribedModel:
     """Return what a config.json says. Raises ValueError, naming the key, for what no flag can express."""
-    if values.get("model_type") in _TEXT_OF:
+    model_type = values.get("model_type")
+    if isinstance(model_type, str) and model_type in _TEXT_OF:
         values = _text_values(values)
         text = describe_model(values)
         return replace(text, notes=(*text.notes, "its text alone; the model of images is omitted"))
-    model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         if features := _unsupported_features(values):
             raise ValueError(f"{CONFIG}: model_type {shown(model_type)}: not supported: {features}")
@@ -115,8 +115,10 @@ def _text_values(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise unfit("text_config", text, "an object")
     found = {"model_type": _TEXT_OF[values["model_type"]]} | text
-    if found["model_type"] in _TEXT_OF:
+    if found["model_type"] in tuple(_TEXT_OF):
         raise unfit("model_type of text_config", found["model_type"], "a text's")
+    if found["model_type"] == "mistral" and found.get("layer_types") is not None:
+        raise unsupported("layer_types of text_config", found["layer_types"], "omitted")  # not obeyed there
     tied = "tie_word_embeddings"
     return {tied: values[tied]} | found if tied in values else found
 

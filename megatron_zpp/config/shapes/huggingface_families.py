@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_zpp.config.positions import rope_layers
+from megatron_zpp.config.positions import describe_rope_layers, rope_layers
 from megatron_zpp.config.shapes.config_json import Values, positive, switch, unfit
-from megatron_zpp.config.values.attention_window import describe_pattern
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,7 @@ def _smollm3_fields(values: Values) -> dict[str, Any]:
     rotated = values.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(rotated, list) or len(rotated) != layers or any(each not in (0, 1) for each in rotated):
         raise unfit("no_rope_layers", rotated, f"a list with 0 or 1 for each of {layers} layers")
-    # As of windows: a number says which layers have none, a list has a 1 for those.
-    number = describe_pattern([bool(each) for each in rotated])
-    if number is None or number.isdecimal():
-        return {"no_rope_freq": number}
-    return {"no_rope_freq": describe_pattern([not each for each in rotated])}
+    return {"no_rope_freq": describe_rope_layers([bool(each) for each in rotated])}
 
 
 def _smollm3_values(model: Values) -> dict[str, Any]:
@@ -118,7 +113,11 @@ def _gemma_values(model: Values) -> dict[str, Any]:
 
 
 _NO_PADDING = {"pad_token_id": None}  # transformers' default is no entry of a small vocabulary
-_ANY: dict[str, tuple[Any, ...]] = {"quantization_config": (None,), "pruned_heads": (None, {})}
+_ANY: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "pruned_heads": (None, {}),
+    "is_causal": (True,),
+}
 
 
 def _keys(others: dict[str, Any], **fields: tuple[str, Any]) -> dict[str, Any]:
@@ -171,7 +170,7 @@ _BLOOM = Family(
         hidden_dropout=("hidden_dropout", 0.0),
         others={"vocab_size": 250880, "tie_word_embeddings": True},
     ),
-    only={"apply_residual_connection_post_layernorm": (False,), **_ANY},
+    only={"apply_residual_connection_post_layernorm": (False,), "slow_but_exact": (False,), **_ANY},
     fixed={"position_embedding_type": "alibi", "normalization": "LayerNorm", "embed_layernorm": True},
     other_names={"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
 )
@@ -231,7 +230,11 @@ def _glm(architecture: str, **fixed: Any) -> Family:
 
 
 def _gemma(
-    architecture: str, caps: tuple[float | None, float | None], defaults: dict[str, Any], **fixed: Any
+    architecture: str,
+    caps: tuple[float | None, float | None],
+    defaults: dict[str, Any],
+    only: dict[str, tuple[Any, ...]],
+    **fixed: Any,
 ) -> Family:
     """Gemma 2 or 3, whose soft caps of attention and logits are `caps` where config.json has none."""
     gates = {"swiglu": False, "geglu": True, "norm_placement": "both", "apply_layernorm_1p": True}
@@ -241,7 +244,8 @@ def _gemma(
         _LLAMA_DEFAULTS | {"num_key_value_heads": 4, "head_dim": 256, "tie_word_embeddings": True} | defaults,
         _ANY
         | _UNBIASED
-        | {"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False, None)},
+        | {"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (False, None)}
+        | only,
         _LLAMA_FIXED | _NO_BIAS | gates | fixed,
         lambda values: _gemma_fields(values, *caps),
         _gemma_values,
@@ -306,11 +310,12 @@ FAMILIES: dict[str, Family] = {
         fields=_smollm3_fields,
         values=_smollm3_values,
     ),
-    "gemma2": _gemma("Gemma2ForCausalLM", (50.0, 30.0), {}),
+    "gemma2": _gemma("Gemma2ForCausalLM", (50.0, 30.0), {}, {}),
     "gemma3_text": _gemma(
         "Gemma3ForCausalLM",
         (None, None),
         {"num_attention_heads": 8, "max_position_embeddings": 131072, "vocab_size": 262208},
+        {"attn_logit_softcapping": (None,)},  # transformers does not compute it
         qk_layernorm=True,
     ),
 }

@@ -12,8 +12,8 @@ from megatron_zpp.config.shapes.config_json import Values, mapping, positive, sw
 from megatron_zpp.config.words import either
 
 _BASES = {"smollm3": 2_000_000.0, "gemma3_text": 1_000_000.0, "olmo3": 500_000.0}  # without rope_theta
-_LOCAL_BASES = {"gemma3_text": 10_000.0}  # of layers with a window, where it is not that of the others
 _BY_LAYER = ("gemma3_text", "olmo3")
+_LAYERS = ("full_attention", "sliding_attention")
 _SHARES = {"phi3": 1.0, "glm": 0.5, "glm4": 0.5}  # families with partial_rotary_factor, and its default
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _OLD_NAMES = {"su": "longrope", "yarn": "longrope"}  # of Phi-3
@@ -25,11 +25,11 @@ def rope_fields(values: Values, positions: int) -> tuple[dict[str, Any], tuple[s
     `positions` are max_position_embeddings. Raises ValueError that names the key.
     """
     model_type = values["model_type"]
-    key = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
-    whole = mapping(values, key, key)
-    rope = mapping(whole, "full_attention", "full_attention of rope") or whole
+    rope, local = _by_layer(values)
     usual = _number(values, "rope_theta", _BASES.get(model_type, 10_000.0))
     base = _number(rope, "rope_theta", usual)
+    if values.get("rope_theta") is not None and base != usual:  # transformers 4 takes one, 5 the other
+        raise unsupported("rope_theta", usual, f"{base}, as in rope")
     kind = _kind(rope, model_type)
     fields = {
         "position_embedding_type": kind if kind in ("yarn", "longrope") else "rope",
@@ -43,7 +43,7 @@ def rope_fields(values: Values, positions: int) -> tuple[dict[str, Any], tuple[s
         raise unsupported("partial_rotary_factor", share, "1.0")
     fields |= _scaled_fields(rope, kind, values, positions)
     if model_type in _BY_LAYER:
-        fields |= _local_fields(whole, rope, values, base)
+        fields |= _local_fields(local, rope, values, usual)
     if kind != "dynamic":
         return fields, ()
     note = f"rope_type dynamic has no effect on texts of up to max_position_embeddings {positions}"
@@ -54,18 +54,39 @@ def rope_keys(model: Values, model_type: str) -> dict[str, Any]:
     """Return the keys of config.json."""
     rotated = int(model["kv_channels"] * model["rotary_percent"])
     base, scaling = ntk_base(model["rotary_base"], model["rotary_ntk_factor"], rotated), _scaling(model)
+    found: dict[str, Any] = {"rope_theta": base, "rope_scaling": scaling or None}
     if model_type in _BY_LAYER:
+        # Both spellings: version 4 knows no rope_parameters, and version 5 reads OLMo 3's local base there.
         full = {"rope_type": "default", "rope_theta": base, **scaling}
         local = {"rope_type": "default", "rope_theta": model["rotary_base_local"]}
         if model["rotary_base_local"] is None:
             local = full
-        return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
-    found: dict[str, Any] = {"rope_theta": base, "rope_scaling": scaling or None}
+        if model_type == "gemma3_text":
+            found["rope_local_base_freq"] = local["rope_theta"]
+        return found | {"rope_parameters": dict(zip(_LAYERS, (full, local), strict=True))}
     if model_type in _SHARES:
         found["partial_rotary_factor"] = model["rotary_percent"]
     if model_type == "phi3" and scaling:
         found["original_max_position_embeddings"] = model["yarn_original_max_position_embeddings"]
     return found
+
+
+def _by_layer(values: Values) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rope of a model, or of its layers without a window; and that of the others where it has another."""
+    new, old = (mapping(values, key, key) for key in ("rope_parameters", "rope_scaling"))
+    rope, local = new or old, {}
+    if new and values["model_type"] in _BY_LAYER:
+        rope, local = (mapping(new, layers, f"{layers} of rope") for layers in _LAYERS)
+        if not (rope and local):
+            raise unfit("rope_parameters", new, f"an object with {' and '.join(_LAYERS)}")
+        agree = rope | old == rope
+    elif layers := next(filter(rope.__contains__, _LAYERS), None):
+        raise unsupported(f"{layers} of rope", rope[layers], "omitted")
+    else:
+        agree = not old or rope == old
+    if not agree:
+        raise unsupported("rope_scaling", old, "omitted, because rope_parameters say something else")
+    return rope, local
 
 
 def _kind(rope: Values, model_type: str) -> str:
@@ -79,6 +100,10 @@ def _kind(rope: Values, model_type: str) -> str:
 
 
 def _scaled_fields(rope: Values, kind: str, values: Values, positions: int) -> dict[str, Any]:
+    key = "original_max_position_embeddings"
+    original = values.get(key)
+    if kind in ("yarn", "llama3") and original not in (None, in_rope := rope.get(key, positions)):
+        raise unsupported(key, original, f"{in_rope}, as in rope")
     if kind == "linear":
         return {"rotary_seq_len_interpolation_factor": _number(rope, "factor", None)}
     if kind == "llama3":
@@ -136,14 +161,17 @@ def _longrope_fields(rope: Values, values: Values, positions: int) -> dict[str, 
     return found
 
 
-def _local_fields(whole: Values, rope: Values, values: Values, base: float) -> dict[str, Any]:
-    """--rotary-base-local, unless layers with a window are rotated as the others are."""
-    local = mapping(whole, "sliding_attention", "sliding_attention of rope")
+def _local_fields(local: Values, rope: Values, values: Values, usual: float) -> dict[str, Any]:
+    """--rotary-base-local, unless layers with a window are rotated as the others are.
+
+    `usual` is the base of a model whose layers say none; Gemma 3 has another one in these layers.
+    """
     if local and local == rope:
         return {}
-    if (kind := local.get("rope_type", "default")) != "default":
+    if (kind := local.get("rope_type", local.get("type", "default"))) != "default":
         raise unsupported("rope_type of sliding_attention", kind, "default")
-    usual = _number(values, "rope_local_base_freq", _LOCAL_BASES.get(values["model_type"], base))
+    if values["model_type"] == "gemma3_text":
+        usual = _number(values, "rope_local_base_freq", 10_000.0)
     return {"rotary_base_local": _number(local, "rope_theta", usual)}
 
 

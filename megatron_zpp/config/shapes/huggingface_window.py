@@ -1,7 +1,8 @@
 """Sliding windows in config.json and in ModelConfig's fields.
 
 Mistral and StarCoder2: `sliding_window` tokens in all layers. Qwen2 and Qwen3: `sliding_window` with
-`use_sliding_window`, in layers from `max_window_layers` on, or in those that `layer_types` names.
+`use_sliding_window`, in layers from `max_window_layers` on. `layer_types` name the layers instead, also of a
+Mistral.
 """
 
 from typing import Any
@@ -24,13 +25,17 @@ def window_fields(values: Values, layers: int, positions: int) -> dict[str, str]
     by_layer = model_type in ("gemma3_text", "olmo3")  # layers with a window have another rope too
     usual = None if model_type in ("starcoder2", "phi3") else 4096
     window = values.get("sliding_window", usual)
-    if model_type not in (*_ALL_LAYERS, *_SOME_LAYERS) or window is None:
-        return {}
     if model_type in ("qwen2", "qwen3") and not switch(values, "use_sliding_window", usual=False):
+        window = None
+    types = values.get("layer_types")
+    if model_type not in (*_ALL_LAYERS, *_SOME_LAYERS) or window is None:
+        if (types is not None or model_type in _PERIODS) and any(_windowed_layers(values, layers)):
+            raise unsupported("layer_types", types, f"{_FULL} in all layers without a window")
         return {}
     if type(window) is not int or window < 1:
         raise unfit("sliding_window", window, "null or a positive integer")
-    windowed = [True] * layers if model_type in _ALL_LAYERS else _windowed_layers(values, layers)
+    in_some = model_type in _SOME_LAYERS or (model_type == "mistral" and types is not None)
+    windowed = _windowed_layers(values, layers) if in_some else [True] * layers
     if (window >= positions and not by_layer) or not any(windowed):
         return {}
     pattern = describe_pattern(windowed)
@@ -39,7 +44,7 @@ def window_fields(values: Values, layers: int, positions: int) -> dict[str, str]
 
 def window_keys(model: Values, model_type: str) -> dict[str, Any]:
     """Return the keys of config.json for the fields of a ModelConfig."""
-    if model["window_size"] is None:
+    if model["window_size"] is None or model_type not in (*_ALL_LAYERS, *_SOME_LAYERS):
         if model_type in _PERIODS:
             return {"layer_types": [_FULL] * model["num_layers"]}
         return {}

@@ -52,3 +52,7 @@ def test_the_rotary_base_is_read_by_megatron_deepspeeds_name() -> None:
     assert {name: config[name] for name in yarn} == yarn
     with pytest.raises(ValueError, match=r"its args say rotary_base 10000 and rope_theta 500000, two names"):
         read_settings(Path("theirs"), args | {"rotary_base": 10_000}, 32)
+
+
+def test_the_scale_of_scores_is_read_without_mup() -> None:
+    assert read_settings(Path("theirs"), GPT | {"softmax_scale": 0.5}, 32)[0].softmax_scale == 0.5

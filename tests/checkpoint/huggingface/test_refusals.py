@@ -63,6 +63,10 @@ REFUSALS = [
     (configured(tie_word_embeddings=False), "has no tensor lm_head.weight"),
     (configured(vocab_size=50), "has vocab_size 50, but this HuggingFaceTokenizer has"),
     (weights(lambda there: there.update(score=torch.ones(2))), "its tensor score is no part of the model"),
+    (
+        weights(lambda there: there.update({"ln_f.bias": torch.ones(20)})),
+        "has ln_f.bias twice, the second time",
+    ),
     (weights(lambda there: there.pop("transformer.ln_f.bias")), "has no tensor ln_f.bias"),
     (
         weights(lambda there: there.update({"transformer.ln_f.bias": torch.ones(20, dtype=torch.float64)})),
