@@ -148,7 +148,8 @@ def tokens_trained(records: Sequence[Values]) -> dict[int, float]:
     """
     usual = sequence_length(records)
     latest = {record["iteration"]: record for record in records if _is_number(record.get("consumed_samples"))}
-    total, found = 0.0, {}
+    total = 0.0
+    found: dict[int, float] = {}
     before: Values = {"iteration": 0, "consumed_samples": 0}
     for iteration, record in sorted(latest.items()):
         samples, per_step = record["consumed_samples"] - before["consumed_samples"], _tokens_per_step(record)
