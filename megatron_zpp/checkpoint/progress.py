@@ -14,6 +14,7 @@ class Progress:
     each of its data sets; None if it reads none. `skipped_iterations` and `skipped_samples` count steps that
     did not change the weights; they are 0 in checkpoints of older versions. `ordered_samples` is the number
     of samples for which Megatron-LM's order was built; None for other orders, and in older versions.
+    `evaluation_due`: a stop has abandoned the evaluation at this iteration, which the next start makes.
     """
 
     iteration: int = 0
@@ -21,6 +22,7 @@ class Progress:
     skipped_iterations: int = 0
     skipped_samples: int = 0
     ordered_samples: int | None = None
+    evaluation_due: bool = False
     run: str = ""
     dataset_progress: DatasetProgress | None = None
 

@@ -25,21 +25,21 @@ _DAY, _GIB = 86400, 2**30
 _NAME, _COLUMN = 42, 22
 
 
-def report(job: Job, gpu: Gpu, machine: Machine, iterations: int) -> list[str]:
-    """The lines of the whole plan, its assumptions included; `iterations` is the length of the run."""
+def report(job: Job, gpu: Gpu, machine: Machine, iterations: int, samples: int) -> list[str]:
+    """The lines of the whole plan, its assumptions included; the run reads `samples` in its `iterations`."""
+    tokens = samples * job.model.seq_length
     found = search(job, machine, gpu.memory)
     plans = [found.run]
     if found.best is not None and changed_flags(job, found.best.job):
         plans.append(found.best)
-    lines = [*_head(found.run, gpu, iterations), "", *_answer(found, gpu), _longest(job, gpu), ""]
-    lines += [*_memory(plans), "", *_time(plans, iterations), *_traffic(plans), ""]
+    lines = [*_head(found.run, gpu, iterations, tokens), "", *_answer(found, gpu), _longest(job, gpu), ""]
+    lines += [*_memory(plans), "", *_time(plans, iterations, tokens), *_traffic(plans), ""]
     return [*lines, *_assumptions(plans, gpu, machine)]
 
 
-def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
+def _head(plan: Plan, gpu: Gpu, iterations: int, tokens: int) -> Iterator[str]:
     job, model = plan.job, plan.job.model
     parameters = parameter_count(model, job.vocab_size) / 1e6
-    run = job.tokens_per_step * iterations / 1e9
     yield (
         f"plan for {job.nodes} × {job.local} {gpu.name}, {job.precision.compute_dtype('cuda')}"
         f"{job.precision.describe_products()}, {job.zero.describe(job.mesh.shard_ranks)}"
@@ -52,7 +52,7 @@ def _head(plan: Plan, gpu: Gpu, iterations: int) -> Iterator[str]:
     yield (
         f"  a step: {_data_ranks(job)} × {counted(job.micro_batches, 'micro-batch', 'micro-batches')} × "
         f"{counted(job.micro_batch_size, 'sample')} = {job.tokens_per_step:,} tokens; "
-        f"{counted(iterations, 'step')} = {run:,.3f} B tokens"
+        f"{counted(iterations, 'step')} = {tokens / 1e9:,.3f} B tokens"
     )
 
 
@@ -159,7 +159,7 @@ def _memory(plans: list[Plan]) -> Iterator[str]:
         )
 
 
-def _time(plans: list[Plan], iterations: int) -> Iterator[str]:
+def _time(plans: list[Plan], iterations: int, tokens: int) -> Iterator[str]:
     yield _columns("a step takes", plans)
     rows = {
         "forward": [plan.time.forward for plan in plans],
@@ -184,7 +184,7 @@ def _time(plans: list[Plan], iterations: int) -> Iterator[str]:
     yield _row("TFLOP/s per GPU (PaLM)", [f"{each / 1e12:,.1f}" for each in flops])
     yield _row("B tokens per day", [f"{rate * _DAY / 1e9:,.2f}" for rate in rates])
     if iterations > 1:
-        yield _row(f"{iterations:,} steps", [duration(iterations * plan.seconds) for plan in plans])
+        yield _row(f"{iterations:,} steps", [duration(tokens / rate) for rate in rates])
 
 
 def _traffic(plans: list[Plan]) -> Iterator[str]:

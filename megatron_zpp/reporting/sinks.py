@@ -67,11 +67,11 @@ WANDB_TAGS = MEGATRON_TAGS | {"consumed_samples": "samples vs steps"}  # in Mega
 def tensorboard(directory: str, start: Progress) -> Iterator[Write]:
     """Scalars of TensorBoard event files, under Megatron-LM's tags where it has the same number.
 
-    Records of earlier starts after `start` are hidden.
+    Records of earlier starts after `start` are hidden; all of them if the run begins at iteration 0.
     """
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(directory, purge_step=start.iteration + 1 if start.iteration else None)
+    writer = SummaryWriter(directory, purge_step=start.iteration + 1 if start.iteration else 0)
 
     def write(record: Record) -> None:
         for name, value in tagged(record).items():

@@ -75,7 +75,7 @@ def dry_run(inputs: RunInputs, mesh: Mesh, *, speaks: bool) -> None:
     attention = attention_choice(config, None)
     if speaks:
         job = job_of(config, inputs.tokenizer["vocab_size"], mesh)
-        lines = report(job, gpu, rates, schedule.iterations)
+        lines = report(job, gpu, rates, schedule.iterations, schedule.samples)
         lines += _not_planned(config, attention)
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()

@@ -123,7 +123,7 @@ class Trainer:
 
     def _train(self) -> None:
         """Take the remaining steps. Raises Stop between two of them or during an evaluation."""
-        if self.progress.iteration == 0:
+        if self.progress.iteration == 0 or self.progress.evaluation_due:
             self._evaluate("valid")
         first = self.progress.iteration + 1
         assert self._splits.train is not None  # every run trains
@@ -267,6 +267,8 @@ class Trainer:
             self._activity.now(where, patient=builds or not self._warm)
             self._stops.between_rounds()
 
+        # After the last step every start evaluates anyway.
+        self.progress = replace(self.progress, evaluation_due=iteration < self._schedule.iterations)
         loss = evaluate(
             self._engine,
             samples,
@@ -275,6 +277,7 @@ class Trainer:
             before_round=before_round,
         )
         self._evaluated[split] = iteration
+        self.progress = replace(self.progress, evaluation_due=False)
         self._reporter.evaluation(self.progress, split, loss, last=last)
         if split == "valid" and self._write_texts is not None:
             self._activity.now(f"writes text at iteration {iteration}", patient=True)

@@ -138,6 +138,7 @@ def test_refused_flags_and_values_are_said_at_once() -> None:
     ("line", "said"),
     [
         ("--hidden-size x --num-attention-heads 3", "--hidden-size x: must be a whole number"),
+        ("--no-load-lr-state", "--no-load-lr-state: not supported: a schedule that restarts"),
         ("--tokenizer-type TikTokenizer", "--tokenizer-type TikTokenizer: not supported: tiktoken"),
         ("--zero-stage 7 --zero-quantized-weights", "--zero-stage 7: must be at most 3"),
         ("--activations-checkpoint-method all", "--activations-checkpoint-method all: must be uniform or"),

@@ -17,7 +17,7 @@ from megatron_zpp.distributed.topology import Topology, planned
 from megatron_zpp.model.flops import parameter_count
 from megatron_zpp.train.dry_run import at_fitting_stage
 from megatron_zpp.train.inputs import check_inputs
-from tests.config.command_line import MINIMAL
+from tests.config.command_line import MINIMAL, without
 from tests.plan.jobs import printed
 from tests.support import pretrain, refusal
 
@@ -72,6 +72,11 @@ def test_few_flags_make_a_plan_and_all_that_are_missing_are_said_at_once() -> No
     needed = "--model-preset NAME (or --num-layers, --hidden-size, --num-attention-heads, --seq-length)"
     assert f"give {needed}, --global-batch-size N, --plan-link-gbit; " in said
     assert "dgx-h100 (3200), dgx-a100 (1600)" in said
+
+
+def test_a_ramp_of_the_batch_makes_steps_and_not_tokens() -> None:
+    ramp = "--dry-run --global-batch-size 8 --rampup-batch-size 2 2 9000000 --train-samples 10000000".split()
+    assert "; 2,875,000 steps = 0.320 B tokens\n" in printed(*without("--train-iters"), *ramp)
 
 
 def test_a_run_that_does_not_fit_and_one_that_is_best_are_told_so() -> None:

@@ -79,6 +79,9 @@ def test_tokens_where_the_batch_grows_within_an_interval() -> None:
     grown = step(20) | {"consumed_samples": 40 + 5 * 4 + 5 * 8, "global_batch_size": 8}
     grown |= {"elapsed_ms": 1000, "tokens_per_second": 16 * 6}
     assert curve([step(10), grown], "lm_loss", "tokens").x == [640, 640 + 60 * 16]
+    first = step(2) | {"consumed_samples": 6, "tokens_per_second": 3 * 16 / 2}  # batches of 2 and 4
+    later = [step(n) | {"consumed_samples": 4 * n - 2} for n in (3, 4)]
+    assert curve([first, *later], "lm_loss", "tokens").x == [6 * 16, 10 * 16, 14 * 16]
 
 
 def test_what_was_abandoned_by_a_step_back_is_omitted(tmp_path: Path) -> None:

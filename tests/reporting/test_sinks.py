@@ -72,6 +72,9 @@ def test_a_step_back_hides_later_values(tmp_path: Path) -> None:
             write(step(iteration, 20.0 + iteration))
     expected = [(1, 11.0), (2, 12.0), (3, 23.0), (4, 24.0), (5, 25.0)]
     assert scalars(tmp_path, "lm loss") == expected
+    with tensorboard(str(tmp_path), Progress()) as write:  # it was killed before its first checkpoint
+        write(step(1, 31.0))
+    assert scalars(tmp_path, "lm loss") == [(1, 31.0)]
 
 
 def test_a_full_disk_loses_the_file_and_says_so() -> None:

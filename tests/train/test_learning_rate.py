@@ -83,6 +83,7 @@ def test_wsd_holds_the_peak_and_then_decays(shape: str, halfway: float) -> None:
     [
         ({"lr_warmup_iters": 100}, "--lr-warmup-iters 100"),
         ({"lr_warmup_fraction": 1.0}, "--lr-warmup-fraction 1.0"),
+        ({"lr_decay_style": "inverse-square-root", "lr_warmup_iters": 101}, "--lr-warmup-iters 101"),
         (
             {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 95, "lr_warmup_iters": 10},
             "--lr-wsd-decay-iters 95",
@@ -92,6 +93,10 @@ def test_wsd_holds_the_peak_and_then_decays(shape: str, halfway: float) -> None:
 def test_lengths_that_do_not_fit_are_refused(settings: dict[str, object], flag: str) -> None:
     with pytest.raises(ValueError, match=flag):
         schedule(**settings)
+
+
+def test_a_run_may_end_within_its_warm_up_to_a_constant_rate() -> None:
+    assert schedule(lr_decay_style="constant", lr_warmup_iters=200)(1000) == PEAK / 2
 
 
 def test_a_fraction_of_the_decay_is_not_cut_to_whole_samples() -> None:

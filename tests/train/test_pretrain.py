@@ -12,6 +12,7 @@ import pytest
 from megatron_zpp.data.indexed import IndexedDataset
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 from megatron_zpp.supervision.activity import Activity
+from megatron_zpp.train.steps.stopping import STOPPED, Stop, StopConditions
 from tests.support import logged, nightly, records_of, run, trained
 from tests.train.conftest import BYTES, TINY
 from tests.train.in_process import SMALLEST, Resumed, train_here
@@ -204,3 +205,22 @@ def test_the_first_evaluation_of_a_resumed_run_may_build_its_kernels(
     assert marks["evaluation of valid at iteration 2, round 1 of 8"]
     assert not marks["evaluation of valid at iteration 2, round 2 of 8"]
     assert not marks["evaluation of valid at iteration 4, round 1 of 8"]
+
+
+def test_the_next_start_makes_an_evaluation_that_a_stop_abandoned(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics, rounds = tmp_path / "metrics.jsonl", []
+
+    def stop_in_the_third(_: StopConditions) -> None:
+        rounds.append(1)
+        if len(rounds) == 3:  # of two for each evaluation
+            raise Stop(STOPPED, "SIGTERM")
+
+    monkeypatch.setattr(StopConditions, "between_rounds", stop_in_the_third)
+    saved = ["--save", str(tmp_path), "--load", str(tmp_path), "--metrics-file", str(metrics)]
+    for reached in (2, 4):
+        ending = train_here([*flags, *saved, "--train-iters", "4", "--eval-interval", "2"])
+        assert ending.iteration == reached
+    records = records_of(metrics)
+    assert [record["iteration"] for record in records if "valid_loss" in record] == [0, 2, 4]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import parse_args, parse_command_line
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
@@ -133,6 +134,11 @@ def test_arguments_come_from_the_checkpoint(
     assert config.tokenizer.vocab_size == 256
     assert config.optimizer.weight_decay == 0.1
     assert (config.learning_rate.lr_decay_style, config.learning_rate.lr_decay_iters) == ("cosine", 2)
+    by_samples = ["--train-samples" if word == "--train-iters" else word for word in rest]
+    said = refusal(
+        parse_command_line, [*by_samples, *from_checkpoint], saved=read_arguments, error=UsageError
+    )
+    assert said.endswith("(--lr-decay-iters is of --use-checkpoint-opt-param-scheduler run/iter_0000002)")
     rest[rest.index("run")] = str(tmp_path / "run")
     assert "resuming at iteration 2" in trained(*rest, *from_checkpoint, "--log-interval", "1")
 

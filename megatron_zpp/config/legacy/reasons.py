@@ -83,6 +83,8 @@ _REFUSED = {
     "not supported: embeddings in fp32": "--embedding-weights-in-fp32",
     "use --ckpt-step": "--load-tag --override-ckpt-iteration",
     "use --finetune, which loads weights only and starts at iteration 0": "--reset-iteration",
+    "not supported: a schedule that restarts where iterations continue; --finetune restarts both": """
+        --no-load-lr-state""",
     WEIGHT_DECAY: "--start-weight-decay --end-weight-decay",
     "not supported: batch sizes by tokens; use --rampup-batch-size START INCREMENT SAMPLES": """
         --step-batch-size-schedule""",
@@ -171,7 +173,7 @@ _IDLE = {
         --dataloader-defer-npy-index-mmap --dataloader-fast-cache-load""",
     "data are read again for as long as the run lasts": "--repeated-dataloader",
     "the schedule always follows the flags": """--override-lr-scheduler --override-opt_param-scheduler
-        --override-opt-param-scheduler --no-load-lr-state""",
+        --override-opt-param-scheduler""",
     "bounds of YaRN's range are rounded by default": "--yarn-correction-range-round-to-int",
     "--hidden-size / --mup-base-hidden-size says it": "--mup-width-mult:",
     "no part is experimental": "--enable-experimental",

@@ -72,5 +72,7 @@ def _replace(provided: Provided, part: str, settings: dict[str, Any], flag: str,
     for field, value in settings.items():
         if field in values and values[field] != value:
             notes.append(f"{flag}: {flag_name(field)} {value} of {name} replaces {values[field]}")
-        values[field] = value
+        provided.drop(f"{part}.{field}")
+        if value is not None:
+            provided.put(f"{part}.{field}", value, f"of {flag} {name}")
     return notes

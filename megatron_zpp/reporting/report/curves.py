@@ -148,11 +148,14 @@ def tokens_trained(records: Sequence[Values]) -> dict[int, float]:
     """
     usual = sequence_length(records)
     latest = {record["iteration"]: record for record in records if _is_number(record.get("consumed_samples"))}
-    total, found = 0.0, {}
+    total = 0.0
+    found: dict[int, float] = {}
     before: Values = {"iteration": 0, "consumed_samples": 0}
     for iteration, record in sorted(latest.items()):
         samples, per_step = record["consumed_samples"] - before["consumed_samples"], _tokens_per_step(record)
-        if per_step is None:
+        # Whether the batch grew before the first logged step: its last size is not that of all steps.
+        grew = not found and samples != iteration * (record.get("global_batch_size") or 0)
+        if per_step is None or grew:
             total += usual * samples
         elif before.get("global_batch_size") in (None, record["global_batch_size"]):
             total += round(per_step / record["global_batch_size"]) * samples

@@ -51,12 +51,12 @@ class LearningRate:
         else:
             warmup = config.lr_warmup_samples or config.lr_warmup_iters * samples_per_iteration
         wsd_decay = in_samples(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples) or 0
-        if config.lr_decay_style not in ("constant", "inverse-square-root") and warmup >= decay:
+        if config.lr_decay_style != "constant" and warmup >= decay:
             raise option_error(
                 *_given(config, "lr_warmup"), f"must end before the decay does, at {decay} samples"
             )
-        if wsd_decay > decay - warmup:
-            room = decay - warmup
+        room = max(0, decay - warmup)
+        if wsd_decay > room:
             raise option_error(
                 *_given(config, "lr_wsd_decay"),
                 f"must fit between warm-up and end of decay, into {room} samples",
