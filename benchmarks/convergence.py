@@ -59,7 +59,6 @@ from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of,
 DEFAULTS = {
     "tiny": (40, 2, 64, 2, 0.2),
     "1m": (500, 2, 512, 2, 0.2),
-    "4m": (1300, 32, 512, 4, 0.1),
     "10m": (600, 4, 512, 4, 0.15),
     "30m": (1000, 4, 512, 4, 0.1),
     "60m": (1200, 4, 512, 4, 0.1),

@@ -29,7 +29,6 @@ from megatron_zpp.train.schedule.learning_rate import LearningRate
 SHAPES = {  # layers, hidden size, heads, tokens of a sample, vocabulary; parameters by name
     "tiny": (2, 64, 2, 32, 256),
     "1m": (4, 128, 4, 64, 1024),
-    "4m": (4, 256, 4, 256, 4096),
     "10m": (5, 384, 6, 256, 4096),
     "30m": (8, 512, 8, 256, 8192),
     "60m": (8, 768, 12, 256, 8192),

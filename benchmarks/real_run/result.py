@@ -26,6 +26,7 @@ NAMES = {
     "zeropp": "stage 3, delta4 and rotated4, two nodes",
     "fp8": "8-bit matmuls",
     "resumed": "resumed five times on other meshes",
+    "muon": "Muon",
 }
 BASELINE = "stage_0"
 LAST = 0.05  # share of the steps whose mean is the final training loss

@@ -12,6 +12,7 @@ wide         the same, with that sum in fp32
 zeropp       stage 3 with delta4 and rotated4, between two nodes of one rank
 fp8          8-bit products of layers and output layer
 resumed      stage_0, stopped five times and resumed on other meshes and stages
+muon         stage_0 with Muon; with fewer --million-tokens its schedule ends there
 
 DIR of --tokens is that of make_tokens.py, or gets what is in the archives (benchmarks/README.md makes them).
 A machine to which not all archives can be copied at once gets them in several calls: until there are --parts
@@ -49,6 +50,8 @@ VARIANTS = {
     "--zero-quantized-gradients-format rotated4",
     "fp8": "--fp8 --fp8-recipe delayed --fp8-param-gather --fp8-output-layer",
     "resumed": "",
+    "muon": "--optimizer muon --muon-momentum 0.9 --muon-nesterov --muon-extra-scale-factor 0.2 "
+    "--weight-decay 0.3 --lr 0.004 --min-lr 0.0004 --decoupled-lr 0.008 --decoupled-min-lr 0.0008",
 }
 LEGS = ((1, 0), (2, 2), (1, 0), (2, 3), (1, 3), (2, 1))  # resumed: nodes of one rank, and the stage
 # Layers, hidden size, heads, tokens of a sample.
