@@ -89,6 +89,18 @@ def test_a_directory_with_another_iterations_name_is_refused(corpus: str, tmp_pa
         resumed("--train-iters", "2")
 
 
+def test_a_directory_may_be_spelled_in_two_ways(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be empty at first, and a run that is complete does not save again."""
+    flags = ["--data-path", corpus, *RUN, "--train-iters", "2", "--save", str(tmp_path)]
+    saves = []
+    for _ in range(2):
+        train_here([*flags, "--load", f"{tmp_path}/"])
+        saves.append(capsys.readouterr().out.count(" saved "))
+    assert saves == [1, 0]
+
+
 def saved_by_another_run(directory: Path, engine: ZeroEngine) -> None:
     """Iterations 3 and 5; 6, which is saved later, is out of sight. Every rank must call it."""
     for iteration in (3, 5, 6):

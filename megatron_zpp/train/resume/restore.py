@@ -69,7 +69,7 @@ def _directory_warnings(config: CheckpointConfig, on_progress: OnProgress) -> li
     assert config.load is not None  # it holds what was loaded
     directory = location(config.load)
     lost = None if config.ckpt_step is not None else lost_newest(directory)
-    if config.load == config.save:
+    if config.saves_where_it_loads:
         write_tracker(directory)
     return [f" WARNING: {lost}: it is skipped"] if lost else []
 
