@@ -106,7 +106,8 @@ class Trainer:
         return None
 
     def _stopped(self, stop: Stop) -> Stop:
-        """Save, if that is allowed; return the reason why the run ends."""
+        """Log the newest steps and save, if that is allowed; return the reason why the run ends."""
+        self._log.rest(self.progress)
         if stop.saves:
             try:
                 self._save()
@@ -141,8 +142,9 @@ class Trainer:
                 self._log.watch.resume()
                 with self._engine.sections(STEP):
                     result = self._step(batches)
-                if self.progress.iteration % self._config.logging.log_interval == 0:
-                    self._log.interval(self.progress, result)
+                last = self.progress.iteration == self._schedule.iterations
+                if last or self.progress.iteration % self._config.logging.log_interval == 0:
+                    self._log.interval(self.progress)
                 elif self.progress.iteration == first:
                     self._log.first_step(self.progress)
                 self._log.watch.pause()

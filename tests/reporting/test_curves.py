@@ -55,6 +55,11 @@ def test_a_file_of_a_resumed_run_begins_late() -> None:
     assert curve([step(110), step(120)], "lm_loss", "hours").x == pytest.approx([20 / 3600, 40 / 3600])
 
 
+def test_a_stop_within_an_interval_changes_no_hours() -> None:
+    records = [step(iteration) for iteration in (10, 20, 23, 30, 40)]
+    assert curve(records, "lm_loss", "hours").x[-1] == pytest.approx(80 / 3600)
+
+
 def test_tokens_per_sample_follow_from_the_rate() -> None:
     assert sequence_length(RUN) == 16
     with pytest.raises(ValueError, match="no logged step says how many tokens"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from statistics import median
+from statistics import median, mode
 from typing import Any, Literal
 
 from megatron_zpp.storage.regular import open_stream
@@ -219,7 +219,7 @@ def _hours(records: Sequence[Values]) -> dict[int, float]:
     """Hours of training up to each logged step: its time per iteration counts since the one before it."""
     times = by_iteration(records, "elapsed_ms")
     first = next(iter(times), 0)
-    interval = min((later - earlier for earlier, later in pairwise(times)), default=first)
+    interval = mode([later - earlier for earlier, later in pairwise(times)] or [first])
     before = max(0, first - interval)  # the file of a resumed run may begin late
     total, hours = 0.0, {}
     for iteration, milliseconds in times.items():
