@@ -1,5 +1,6 @@
 """Sinks for the numbers of a run besides the console, independent of one another."""
 
+import fcntl
 import json
 import os
 import queue
@@ -40,6 +41,13 @@ def metrics_file(path: str, say: Say) -> Iterator[Write]:
         if old.seek(0, os.SEEK_END) > 0 and old.seek(-1, os.SEEK_END) >= 0 and old.read() != b"\n":
             left = b"\n"
     descriptor = open_named(Path(path), os.O_WRONLY | os.O_APPEND)
+    try:  # a lock of this process alone: its workers may outlive it
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        mixed = "another live run writes to it, and nothing tells their records apart"
+        say(f" WARNING: --metrics-file {path}: {mixed}; give each run its own file")
+    except OSError:
+        pass  # a file system without locks
 
     def flush() -> None:
         nonlocal left, descriptor

@@ -3,9 +3,11 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -111,6 +113,18 @@ def test_a_disk_that_was_full_has_all_records(tmp_path: Path, monkeypatch: pytes
         record({"iteration": 3})
     assert [json.loads(line)["iteration"] for line in file.read_text().splitlines()] == [1, 2, 3]
     assert len(said) == 1
+
+
+def test_two_live_runs_with_one_file_are_told(tmp_path: Path) -> None:
+    file = str(tmp_path / "metrics.jsonl")
+    other = "import sys; from megatron_zpp.reporting.sinks import metrics_file as f; "
+    other += "f(sys.argv[1], print).__enter__()"
+    said = []
+    for live in (nullcontext(), metrics_file(file, print)):
+        with live:
+            said.append(subprocess.check_output([sys.executable, "-c", other, file], text=True))
+    assert said[0] == ""
+    assert "another live run writes to it" in said[1]
 
 
 def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
