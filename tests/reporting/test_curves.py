@@ -110,6 +110,16 @@ def test_what_was_abandoned_by_a_step_back_is_omitted(tmp_path: Path) -> None:
     assert read(*kept, *abandoned, again) == [*kept, again]
 
 
+def test_a_run_that_is_omitted_as_a_whole_is_told(tmp_path: Path) -> None:
+    """Another run, or the same one after a kill before its first checkpoint, began in the same file."""
+    start = {"iteration": 0, "valid_loss": 5.0}
+    file, told = tmp_path / "run.jsonl", []
+    lines = [start, step(10), step(20), start, step(10), step(20), step(30), step(30)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_metrics(str(file), told.append) == [start, start, step(10), step(20), step(30)]
+    assert told == [f"{file}: lines before 4 are omitted: there the run began again, or another one"]
+
+
 def test_smoothing_is_a_weighted_mean_of_the_past() -> None:
     values, weight = [4.0, 1.0, 7.0, 2.0], 0.75
     for last in range(len(values)):
