@@ -78,6 +78,19 @@ def test_a_checkpoint_that_lost_its_marker_is_named(
     assert (newest.parent / TRACKER).read_text() == "1\n"
 
 
+def test_a_tracker_that_names_an_earlier_checkpoint_is_told(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody has written there to go back, as with Megatron-LM, which loads what it names."""
+    resumed = Resumed(corpus, tmp_path)
+    resumed("--train-iters", "2", "--save-interval", "1")
+    (tmp_path / "checkpoints" / TRACKER).write_text("1\n")
+    for told in (1, 0):
+        resumed("--train-iters", "3")
+        line = f" WARNING: {TRACKER} names iteration 1; the newest counts, and --ckpt-step 1 loads that one"
+        assert capsys.readouterr().out.count(line) == told
+
+
 def test_a_directory_with_another_iterations_name_is_refused(corpus: str, tmp_path: Path) -> None:
     resumed = Resumed(corpus, tmp_path)
     resumed("--train-iters", "2")
