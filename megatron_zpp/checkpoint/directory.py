@@ -309,6 +309,8 @@ def remove_committed(path: Location, on_progress: OnProgress = no_report) -> Non
         (path / MARKER).unlink()
         path.remove_tree()
         unfinished.unlink()
+    elif path.is_symlink():
+        path.unlink()  # what it leads to may be somebody's archive
     else:
         doomed = aside(path, PARTIAL)
         os.replace(path, doomed)
