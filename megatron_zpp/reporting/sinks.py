@@ -120,11 +120,13 @@ def tensorboard(directory: str, start: Progress, say: Say) -> Iterator[Write]:
 
 
 @contextmanager
-def weights_and_biases(logging: LoggingConfig, config: dict[str, Any], start: Progress) -> Iterator[Write]:
+def weights_and_biases(
+    logging: LoggingConfig, config: dict[str, Any], start: Progress, status: Callable[[], int]
+) -> Iterator[Write]:
     """A Weights & Biases run: the same one for all starts of a run, unless WANDB_RUN_ID names another.
 
     Names are Megatron-LM's where it has the same number, as TensorBoard's are. Offline each start records a
-    piece in a directory of its own.
+    piece in a directory of its own. W&B shows the run as failed unless `status()` is 0 at its end.
     """
     import wandb
 
@@ -143,7 +145,7 @@ def weights_and_biases(logging: LoggingConfig, config: dict[str, Any], start: Pr
     # W&B's own steps never decrease; iterations do if a run resumes from an earlier checkpoint.
     run.define_metric("*", step_metric="iteration")
     yield lambda record: run.log(tagged(record, WANDB_TAGS))
-    run.finish()
+    run.finish(exit_code=status())
 
 
 def tagged(record: Record, tags: Mapping[str, str] = MEGATRON_TAGS) -> Record:
@@ -224,7 +226,7 @@ def check_sinks(logging: LoggingConfig) -> None:
 
 
 def open_sinks(
-    logging: LoggingConfig, config: dict[str, Any], start: Progress, say: Say
+    logging: LoggingConfig, config: dict[str, Any], start: Progress, say: Say, status: Callable[[], int]
 ) -> list[ThreadedSink]:
     """The sinks that the flags ask for, of a run that starts at `start`; call it on one rank only."""
     sinks: dict[str, Callable[[], Sink]] = {}
@@ -233,5 +235,5 @@ def open_sinks(
     if logging.tensorboard_dir:
         sinks["TensorBoard"] = partial(tensorboard, logging.tensorboard_dir, start, say)
     if logging.wandb_project:
-        sinks["W&B"] = partial(weights_and_biases, logging, config, start)
+        sinks["W&B"] = partial(weights_and_biases, logging, config, start, status)
     return [ThreadedSink(name, make, say) for name, make in sinks.items()]

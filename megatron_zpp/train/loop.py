@@ -37,6 +37,7 @@ def train(run: Run) -> Ending:
             )
         trainer = Trainer(run)
         stop = trainer.run()
+        reporter.status = stop.status if stop and stop.is_error else 0
         run.ranks.activity.now("closing logs", patient=True)
     return Ending(trainer.progress.iteration, stop, reporter.lost_sinks)
 

@@ -7,12 +7,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.config.run import LoggingConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.reporting.sinks import (
     MEGATRON_TAGS,
     WANDB_TAGS,
@@ -134,6 +138,20 @@ def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
         file.unlink()
         write({"iteration": 2})
     assert json.loads(file.read_text()) == {"iteration": 2}
+
+
+@pytest.mark.parametrize(("status", "raises", "shown"), [(0, False, 0), (3, False, 3), (0, True, 1)])
+def test_wandb_shows_a_run_that_fails_as_failed(
+    status: int, raises: bool, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", Mock(init=lambda **settings: run))
+    logging = LoggingConfig(wandb_project="p")
+    with suppress(KeyError), Reporter(logging, {}, Topology(), iterations=1, start=Progress()) as reporter:
+        reporter.status = status
+        if raises:
+            raise KeyError
+    run.finish.assert_called_once_with(exit_code=shown)
 
 
 @contextmanager
