@@ -157,7 +157,7 @@ class Trainer:
                     self._saver.after_step()
                     if self._saver.due(self.progress):
                         self._save()
-                self._stops.after_step(self.progress.iteration, result)
+                self._stops.after_step(self.progress.iteration, result, last=last)
         self._stops.at_the_end()
 
     def _save(self) -> None:

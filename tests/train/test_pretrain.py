@@ -98,6 +98,13 @@ def test_every_step_is_in_a_record(corpus: str, tmp_path: Path) -> None:
     assert of(records, "lm_loss") == pytest.approx(means, rel=1e-12)
 
 
+def test_an_exit_interval_that_divides_the_run_leaves_the_final_evaluations(flags: list[str]) -> None:
+    ending = train_here([*flags, "--train-iters", "4", "--exit-interval", "2"])
+    assert ending.iteration == 2
+    ending = train_here([*flags, "--train-iters", "2", "--exit-interval", "2"])
+    assert ending.stop is None
+
+
 def test_a_run_keeps_its_name_where_it_saves(corpus: str, tmp_path: Path) -> None:
     """W&B's curves go on in the run of that name; a run that saves elsewhere has another."""
     resume, names = Resumed(corpus, tmp_path), []
