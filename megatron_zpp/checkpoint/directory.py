@@ -241,6 +241,17 @@ def lost_newest(directory: Location) -> str | None:
     return f"{path}, which {TRACKER} names, {gone}"
 
 
+def older_named(directory: Location, loaded: Location) -> str | None:
+    """What to say if the tracker names an earlier iteration than that of `loaded`; else None.
+
+    Megatron-LM loads what the tracker names, so somebody may have written there to go back.
+    """
+    named, newest = _tracked(directory), iteration_of(loaded)
+    if named is None or newest is None or not 0 <= named < newest:
+        return None
+    return f"{TRACKER} names iteration {named}; the newest counts, and --ckpt-step {named} loads that one"
+
+
 def _tracked(directory: Location) -> int | None:
     try:
         return int(read_limited(directory / TRACKER, _TRACKER_LIMIT))
@@ -298,6 +309,8 @@ def remove_committed(path: Location, on_progress: OnProgress = no_report) -> Non
         (path / MARKER).unlink()
         path.remove_tree()
         unfinished.unlink()
+    elif path.is_symlink():
+        path.unlink()  # what it leads to may be somebody's archive
     else:
         doomed = aside(path, PARTIAL)
         os.replace(path, doomed)

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.config.compilation import CompilationConfig
@@ -175,8 +176,16 @@ class Config:
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def to_yaml(self, comments: list[str]) -> str:
-        """Return the text of a file with which --config gives these settings."""
-        return write_settings(vars(self), comments)
+        """Return the text of a file with which --config gives these settings.
+
+        A tokenizer in the checkpoint of --use-checkpoint-args is omitted: --keep-last may remove its files.
+        """
+        parts, checkpoint = dict(vars(self)), self.checkpoint
+        file = Path(self.tokenizer.tokenizer_model or self.tokenizer.vocab_file or "")
+        inside = file.parent.name.startswith("iter_") and file.parents[1] == Path(checkpoint.load or "")
+        if checkpoint.use_checkpoint_args and inside:
+            del parts["tokenizer"]
+        return write_settings(parts, comments)
 
     def shared_settings(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks: all but where a rank logs."""

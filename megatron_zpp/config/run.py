@@ -1,5 +1,6 @@
 """Length of a run, evaluation, checkpoints, logging, timing, and process groups."""
 
+import os
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Literal
@@ -163,6 +164,13 @@ class CheckpointConfig(Options):
         if self.load is None or not self.load.startswith(HUGGINGFACE):
             return None
         return self.load.removeprefix(HUGGINGFACE)
+
+    @property
+    def saves_where_it_loads(self) -> bool:
+        """Whether --save and --load name one directory, however they spell it."""
+        if self.save is None or self.load is None:
+            return False
+        return os.path.realpath(self.save) == os.path.realpath(self.load)
 
     def check(self) -> None:
         """Require usable places, and refuse flags of iterations with --load hf:DIR, which has none."""

@@ -7,7 +7,7 @@ import stat
 import sys
 from typing import Any
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space; over the user's quota, or RLIMIT_FSIZE
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space; over the user's quota, or RLIMIT_FSIZE
 
 
 def drop_lines_when_full(prog: str) -> None:
@@ -40,7 +40,7 @@ class LogFile(io.FileIO):
                 text = text[os.write(self.fileno(), text) :]
             self._lost = False
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             self._lost = True
         return len(data)

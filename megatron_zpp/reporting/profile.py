@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron_zpp.config.run import LoggingConfig, TimingConfig
 from megatron_zpp.config.values.urls import check_local_directory
+from megatron_zpp.storage.files import naming
 
 
 def profile_directory(logging: LoggingConfig) -> Path:
@@ -62,7 +63,8 @@ class StepProfiler:
             directory.mkdir(parents=True, exist_ok=True)
             name = f"rank{self._rank}.trace.json.gz"
             with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=directory) as private:
-                running.export_chrome_trace(str(Path(private) / name))
+                with naming(directory / name):
+                    running.export_chrome_trace(str(Path(private) / name))
                 os.replace(Path(private) / name, directory / name)  # a link that has the name is not followed
         return f" wrote traces of steps {first} to {step} to {directory}"
 

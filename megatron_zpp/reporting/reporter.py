@@ -30,7 +30,10 @@ class Reporter:
         """Each line is printed inside of `writing()`."""
         self._speaks = topology.rank == 0
         self._iterations, self._writing = iterations, writing
-        self._sinks: list[ThreadedSink] = open_sinks(logging, config, start, self.say) if self._speaks else []
+        self.status = 0  # of the run, if it fails; set it before the block is left
+        self._sinks: list[ThreadedSink] = []
+        if self._speaks:
+            self._sinks = open_sinks(logging, config, start, self.say, lambda: self.status)
         self.lost_sinks = False  # known when the block is left
 
     def say(self, text: str) -> None:
@@ -69,7 +72,8 @@ class Reporter:
     def __enter__(self) -> "Reporter":
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self.status = self.status or int(kind is not None)
         for sink in self._sinks:
             self.lost_sinks |= not sink.close(_PATIENCE)
 

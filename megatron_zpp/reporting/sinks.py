@@ -1,5 +1,6 @@
 """Sinks for the numbers of a run besides the console, independent of one another."""
 
+import fcntl
 import json
 import os
 import queue
@@ -16,31 +17,62 @@ from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.run import LoggingConfig
 from megatron_zpp.config.values.urls import check_local_directory
+from megatron_zpp.reporting.full_disk import FULL
 from megatron_zpp.reporting.metrics import Record, finite
 from megatron_zpp.storage.files import check_writable, open_named
 from megatron_zpp.storage.regular import open_stream
 
 Write = Callable[[Record], object]  # keeps one record, of `record["iteration"]`
+Say = Callable[[str], None]  # writes a line to the console
 Sink = AbstractContextManager[Write]  # finishes what is being written at the end of a block without an error
 
 
 @contextmanager
-def metrics_file(path: str) -> Iterator[Write]:
+def metrics_file(path: str, say: Say) -> Iterator[Write]:
     """Append one JSON object per line; NaN and Inf become null.
 
     If the file ends within a line, because an earlier start was killed or its disk was full, that line is
-    ended first. A link in place of the file is followed as `open_named` says.
+    ended first. A link in place of the file is followed as `open_named` says. A file that was removed is made
+    again. What a full disk does not take is written once there is space.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    cut = False
+    left, waits = b"", False  # what is to be written, and whether it waits for space
     with suppress(OSError), open_stream(path) as old:  # if there is one, and it can be read
-        cut = old.seek(0, os.SEEK_END) > 0 and old.seek(-1, os.SEEK_END) >= 0 and old.read() != b"\n"
+        if old.seek(0, os.SEEK_END) > 0 and old.seek(-1, os.SEEK_END) >= 0 and old.read() != b"\n":
+            left = b"\n"
     descriptor = open_named(Path(path), os.O_WRONLY | os.O_APPEND)
-    file = os.fdopen(descriptor, "a", buffering=1)  # a line is on disk when it is written
-    if cut:
-        file.write("\n")
-    yield lambda record: file.write(json.dumps(finite(record), allow_nan=False) + "\n")
-    file.close()
+    try:  # a lock of this process alone: its workers may outlive it
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        mixed = "another live run writes to it, and nothing tells their records apart"
+        say(f" WARNING: --metrics-file {path}: {mixed}; give each run its own file")
+    except OSError:
+        pass  # a file system without locks
+
+    def flush() -> None:
+        nonlocal left, descriptor
+        if not os.fstat(descriptor).st_nlink:
+            os.close(descriptor)
+            descriptor = open_named(Path(path), os.O_WRONLY | os.O_APPEND)
+        while left:
+            left = left[os.write(descriptor, left) :]
+
+    def write(record: Record) -> None:
+        nonlocal left, waits
+        left += json.dumps(finite(record), allow_nan=False).encode() + b"\n"
+        try:
+            flush()
+            waits = False
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            if not waits:
+                say(f" WARNING: --metrics-file {path}: {error.strerror}; records wait until there is space")
+            waits = True
+
+    yield write
+    flush()
+    os.close(descriptor)
 
 
 # Megatron-LM's tags of numbers, by our names.
@@ -64,13 +96,16 @@ WANDB_TAGS = MEGATRON_TAGS | {"consumed_samples": "samples vs steps"}  # in Mega
 
 
 @contextmanager
-def tensorboard(directory: str, start: Progress) -> Iterator[Write]:
+def tensorboard(directory: str, start: Progress, say: Say) -> Iterator[Write]:
     """Scalars of TensorBoard event files, under Megatron-LM's tags where it has the same number.
 
     Records of earlier starts after `start` are hidden; all of them if the run begins at iteration 0.
     """
     from torch.utils.tensorboard import SummaryWriter
 
+    if not start.iteration and any(Path(directory).glob("events.out.tfevents.*")):
+        hidden = "the run begins at iteration 0, which hides the earlier curves there"
+        say(f" WARNING: --tensorboard-dir {directory}: {hidden}; give another run another directory")
     writer = SummaryWriter(directory, purge_step=start.iteration + 1 if start.iteration else 0)
 
     def write(record: Record) -> None:
@@ -85,11 +120,13 @@ def tensorboard(directory: str, start: Progress) -> Iterator[Write]:
 
 
 @contextmanager
-def weights_and_biases(logging: LoggingConfig, config: dict[str, Any], start: Progress) -> Iterator[Write]:
+def weights_and_biases(
+    logging: LoggingConfig, config: dict[str, Any], start: Progress, status: Callable[[], int]
+) -> Iterator[Write]:
     """A Weights & Biases run: the same one for all starts of a run, unless WANDB_RUN_ID names another.
 
     Names are Megatron-LM's where it has the same number, as TensorBoard's are. Offline each start records a
-    piece in a directory of its own.
+    piece in a directory of its own. W&B shows the run as failed unless `status()` is 0 at its end.
     """
     import wandb
 
@@ -108,7 +145,7 @@ def weights_and_biases(logging: LoggingConfig, config: dict[str, Any], start: Pr
     # W&B's own steps never decrease; iterations do if a run resumes from an earlier checkpoint.
     run.define_metric("*", step_metric="iteration")
     yield lambda record: run.log(tagged(record, WANDB_TAGS))
-    run.finish()
+    run.finish(exit_code=status())
 
 
 def tagged(record: Record, tags: Mapping[str, str] = MEGATRON_TAGS) -> Record:
@@ -123,7 +160,7 @@ class ThreadedSink:
     `make` opens the sink in that thread. `say` gets one line with `name` if the sink is lost.
     """
 
-    def __init__(self, name: str, make: Callable[[], Sink], say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, make: Callable[[], Sink], say: Say) -> None:
         self._name, self._make, self._say = name, make, say
         self._queue: queue.Queue[Record | None] = queue.Queue(maxsize=1000)
         self._lost = False
@@ -189,14 +226,14 @@ def check_sinks(logging: LoggingConfig) -> None:
 
 
 def open_sinks(
-    logging: LoggingConfig, config: dict[str, Any], start: Progress, say: Callable[[str], None]
+    logging: LoggingConfig, config: dict[str, Any], start: Progress, say: Say, status: Callable[[], int]
 ) -> list[ThreadedSink]:
     """The sinks that the flags ask for, of a run that starts at `start`; call it on one rank only."""
     sinks: dict[str, Callable[[], Sink]] = {}
     if logging.metrics_file:
-        sinks["--metrics-file"] = partial(metrics_file, logging.metrics_file)
+        sinks["--metrics-file"] = partial(metrics_file, logging.metrics_file, say)
     if logging.tensorboard_dir:
-        sinks["TensorBoard"] = partial(tensorboard, logging.tensorboard_dir, start)
+        sinks["TensorBoard"] = partial(tensorboard, logging.tensorboard_dir, start, say)
     if logging.wandb_project:
-        sinks["W&B"] = partial(weights_and_biases, logging, config, start)
+        sinks["W&B"] = partial(weights_and_biases, logging, config, start, status)
     return [ThreadedSink(name, make, say) for name, make in sinks.items()]

@@ -31,7 +31,8 @@ def report_times(config: TimingConfig, engine: ZeroEngine, steps: int) -> tuple[
     if config.log_straggler:
         waits = zip(*(by_name.get(name, [0.0] * len(table)) for name in WAITS), strict=True)
         busy = [step - sum(waited) for step, waited in zip(by_name[STEP], waits, strict=True)]
-        lines.append(straggler_line(busy, by_name[STEP]))
+        sharing = engine.mesh.tensor_ranks * engine.mesh.context_ranks
+        lines.append(straggler_line(busy, by_name[STEP], sharing))
         record["straggler_rank"] = busy.index(max(busy))
         record["straggler_busy_ms"] = max(busy)
     return record, lines
@@ -43,11 +44,20 @@ def times_line(by_name: dict[str, Sequence[float]]) -> str:
     return f" (min, max) time across ranks (ms): {' | '.join(parts)}"
 
 
-def straggler_line(busy: Sequence[float], steps: Sequence[float]) -> str:
-    """One line on the milliseconds per step in which each rank did not wait for others."""
+def straggler_line(busy: Sequence[float], steps: Sequence[float], sharing: int) -> str:
+    """One line on the milliseconds per step in which each rank did not wait for others.
+
+    Each `sharing` consecutive ranks wait for each other inside layers, which counts as busy.
+    """
     usual, most = median(busy), max(busy)
     rank = list(busy).index(most)
-    verdict = f"rank {rank} is the slowest" if most > _SLOW * usual else "no rank stands out"
+    named = f"rank {rank}"
+    if sharing > 1:
+        first = rank - rank % sharing
+        named = f"one of ranks {first} to {first + sharing - 1}, which wait for each other inside layers,"
+    verdict = f"{named} is the slowest" if most > _SLOW * usual else "no rank stands out"
+    if sharing == len(busy) > 1:
+        verdict = "all ranks wait for each other inside layers, so the slowest cannot be named"
     return (
         f" busy of {max(steps):.1f} ms per step: median {usual:.1f} ms, least {min(busy):.1f} ms, most "
         f"{most:.1f} ms on rank {rank}: {verdict}"

@@ -37,6 +37,7 @@ def train(run: Run) -> Ending:
             )
         trainer = Trainer(run)
         stop = trainer.run()
+        reporter.status = stop.status if stop and stop.is_error else 0
         run.ranks.activity.now("closing logs", patient=True)
     return Ending(trainer.progress.iteration, stop, reporter.lost_sinks)
 
@@ -106,7 +107,8 @@ class Trainer:
         return None
 
     def _stopped(self, stop: Stop) -> Stop:
-        """Save, if that is allowed; return the reason why the run ends."""
+        """Log the newest steps and save, if that is allowed; return the reason why the run ends."""
+        self._log.rest(self.progress)
         if stop.saves:
             try:
                 self._save()
@@ -141,8 +143,9 @@ class Trainer:
                 self._log.watch.resume()
                 with self._engine.sections(STEP):
                     result = self._step(batches)
-                if self.progress.iteration % self._config.logging.log_interval == 0:
-                    self._log.interval(self.progress, result)
+                last = self.progress.iteration == self._schedule.iterations
+                if last or self.progress.iteration % self._config.logging.log_interval == 0:
+                    self._log.interval(self.progress)
                 elif self.progress.iteration == first:
                     self._log.first_step(self.progress)
                 self._log.watch.pause()
@@ -154,7 +157,7 @@ class Trainer:
                     self._saver.after_step()
                     if self._saver.due(self.progress):
                         self._save()
-                self._stops.after_step(self.progress.iteration, result)
+                self._stops.after_step(self.progress.iteration, result, last=last)
         self._stops.at_the_end()
 
     def _save(self) -> None:

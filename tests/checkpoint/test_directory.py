@@ -96,6 +96,16 @@ def test_old_checkpoints_are_removed(
     assert names(saved) == [*(f"iter_{iteration:07d}" for iteration in left), TRACKER]
 
 
+def test_of_a_linked_checkpoint_the_link_alone_is_removed(saved: Path, tmp_path: Path) -> None:
+    """Somebody has moved it to another disk, and keeps it there."""
+    elsewhere = tmp_path / "archive"
+    shutil.move(saved / "iter_0000005", elsewhere)
+    (saved / "iter_0000005").symlink_to(elsewhere)
+    remove_old(saved, 1, None, newest=saved / "iter_0000006")
+    assert names(saved) == ["archive", "iter_0000006", TRACKER]
+    assert is_committed(elsewhere)
+
+
 def test_a_checkpoint_that_was_being_replaced_is_found(saved: Path) -> None:
     (saved / "iter_0000006").rename(saved / "iter_0000006.retired")
     assert candidates(str(saved))[0].name == "iter_0000006.retired"

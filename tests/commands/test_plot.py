@@ -57,7 +57,7 @@ def test_a_resumed_run_begins_a_new_line_behind_one_that_was_cut(tmp_path: Path)
     whole = '{"iteration": 1, "lm_loss": 2.5}\n'
     for before, after in ((whole, ""), (whole + '{"iteration": 2, "lm_l', "\n"), ("", ""), ("{", "\n")):
         file.write_text(before)
-        with metrics_file(str(file)) as write:
+        with metrics_file(str(file), print) as write:
             write({"iteration": 2, "lm_loss": 2.0})
         assert file.read_text() == before + after + '{"iteration": 2, "lm_loss": 2.0}\n'
 

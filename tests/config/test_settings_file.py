@@ -169,6 +169,22 @@ def test_recomputation_beside_the_file_replaces_that_of_the_file(before: str, be
     assert parse_file(written, *beside.split()) == parse_args([*MINIMAL, *beside.split()])
 
 
+@pytest.mark.parametrize(("directory", "written"), [("saved/iter_0000005", False), ("mine", True)])
+def test_a_tokenizer_inside_a_checkpoint_is_not_written(directory: str, written: bool) -> None:
+    """--keep-last may have removed it when the file is used; --use-checkpoint-args finds another."""
+    flags = f"--vocab-file {directory}/vocab.json --merge-file {directory}/merges.txt"
+    config = parse_args(
+        [
+            *without("--tokenizer-type", "--vocab-size"),
+            *flags.split(),
+            "--load",
+            "saved",
+            "--use-checkpoint-args",
+        ]
+    )
+    assert ("tokenizer" in yaml.safe_load(config.to_yaml([]))) == written
+
+
 WITHOUT_SHAPE = without("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length")
 
 

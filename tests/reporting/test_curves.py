@@ -55,6 +55,11 @@ def test_a_file_of_a_resumed_run_begins_late() -> None:
     assert curve([step(110), step(120)], "lm_loss", "hours").x == pytest.approx([20 / 3600, 40 / 3600])
 
 
+def test_a_stop_within_an_interval_changes_no_hours() -> None:
+    records = [step(iteration) for iteration in (10, 20, 23, 30, 40)]
+    assert curve(records, "lm_loss", "hours").x[-1] == pytest.approx(80 / 3600)
+
+
 def test_tokens_per_sample_follow_from_the_rate() -> None:
     assert sequence_length(RUN) == 16
     with pytest.raises(ValueError, match="no logged step says how many tokens"):
@@ -103,6 +108,16 @@ def test_what_was_abandoned_by_a_step_back_is_omitted(tmp_path: Path) -> None:
     # A run that has nothing left to do evaluates at its checkpoint, whose logged step stays.
     again = {"iteration": 20, "valid_loss": 3.5}
     assert read(*kept, *abandoned, again) == [*kept, again]
+
+
+def test_a_run_that_is_omitted_as_a_whole_is_told(tmp_path: Path) -> None:
+    """Another run, or the same one after a kill before its first checkpoint, began in the same file."""
+    start = {"iteration": 0, "valid_loss": 5.0}
+    file, told = tmp_path / "run.jsonl", []
+    lines = [start, step(10), step(20), start, step(10), step(20), step(30), step(30)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_metrics(str(file), told.append) == [start, start, step(10), step(20), step(30)]
+    assert told == [f"{file}: lines before 4 are omitted: there the run began again, or another one"]
 
 
 def test_smoothing_is_a_weighted_mean_of_the_past() -> None:

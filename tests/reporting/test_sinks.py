@@ -1,13 +1,22 @@
 """TensorBoard's tags and axes, W&B's names, and a sink that hangs."""
 
+import errno
+import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.config.run import LoggingConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.reporting.sinks import (
     MEGATRON_TAGS,
     WANDB_TAGS,
@@ -29,7 +38,7 @@ def scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_has_a_curve_of_each_number_and_text(tmp_path: Path) -> None:
-    with tensorboard(str(tmp_path), Progress()) as write:
+    with tensorboard(str(tmp_path), Progress(), print) as write:
         write({**step(5, 3.5), "inter_node_bytes": 7})
     assert scalars(tmp_path, "lm loss") == [(5, 3.5)]
     assert scalars(tmp_path, "iteration-time") == [(5, 2.0)]  # seconds
@@ -64,26 +73,85 @@ def test_names_are_megatrons() -> None:
 
 
 def test_a_step_back_hides_later_values(tmp_path: Path) -> None:
-    with tensorboard(str(tmp_path), Progress()) as write:
+    said: list[str] = []
+    with tensorboard(str(tmp_path), Progress(), said.append) as write:
         for iteration in range(1, 5):
             write(step(iteration, 10.0 + iteration))
-    with tensorboard(str(tmp_path), Progress(iteration=2, consumed_samples=8)) as write:
+    with tensorboard(str(tmp_path), Progress(iteration=2, consumed_samples=8), said.append) as write:
         for iteration in range(3, 6):
             write(step(iteration, 20.0 + iteration))
     expected = [(1, 11.0), (2, 12.0), (3, 23.0), (4, 24.0), (5, 25.0)]
     assert scalars(tmp_path, "lm loss") == expected
-    with tensorboard(str(tmp_path), Progress()) as write:  # it was killed before its first checkpoint
+    assert not said
+    with tensorboard(str(tmp_path), Progress(), said.append) as write:  # another run, or one without a save
         write(step(1, 31.0))
     assert scalars(tmp_path, "lm loss") == [(1, 31.0)]
+    assert "begins at iteration 0, which hides the earlier curves there" in said[0]
 
 
-def test_a_full_disk_loses_the_file_and_says_so() -> None:
+def test_a_disk_that_stays_full_loses_records_and_says_so() -> None:
     said: list[str] = []
-    sink = ThreadedSink("--metrics-file", lambda: metrics_file("/dev/full"), said.append)
+    sink = ThreadedSink("--metrics-file", lambda: metrics_file("/dev/full", said.append), said.append)
     sink.write({"iteration": 1})
     assert not sink.close(60)
+    full = " WARNING: --metrics-file /dev/full: No space left on device; records wait until there is space"
     lost = " WARNING: --metrics-file is lost, and the run continues without it: "
-    assert said == [f"{lost}OSError: [Errno 28] No space left on device"]
+    assert said == [full, f"{lost}OSError: [Errno 28] No space left on device"]
+
+
+def test_a_disk_that_was_full_has_all_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a part of the second; the third comes once there is space."""
+    file, said, write, room = tmp_path / "metrics.jsonl", [], os.write, [25]
+
+    def until_full(descriptor: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= (written := write(descriptor, data[: room[0]]))
+        return written
+
+    with metrics_file(str(file), said.append) as record:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", until_full)
+            record({"iteration": 1})
+            record({"iteration": 2})
+        record({"iteration": 3})
+    assert [json.loads(line)["iteration"] for line in file.read_text().splitlines()] == [1, 2, 3]
+    assert len(said) == 1
+
+
+def test_two_live_runs_with_one_file_are_told(tmp_path: Path) -> None:
+    file = str(tmp_path / "metrics.jsonl")
+    other = "import sys; from megatron_zpp.reporting.sinks import metrics_file as f; "
+    other += "f(sys.argv[1], print).__enter__()"
+    said = []
+    for live in (nullcontext(), metrics_file(file, print)):
+        with live:
+            said.append(subprocess.check_output([sys.executable, "-c", other, file], text=True))
+    assert said[0] == ""
+    assert "another live run writes to it" in said[1]
+
+
+def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    with metrics_file(str(file), print) as write:
+        write({"iteration": 1})
+        file.unlink()
+        write({"iteration": 2})
+    assert json.loads(file.read_text()) == {"iteration": 2}
+
+
+@pytest.mark.parametrize(("status", "raises", "shown"), [(0, False, 0), (3, False, 3), (0, True, 1)])
+def test_wandb_shows_a_run_that_fails_as_failed(
+    status: int, raises: bool, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", Mock(init=lambda **settings: run))
+    logging = LoggingConfig(wandb_project="p")
+    with suppress(KeyError), Reporter(logging, {}, Topology(), iterations=1, start=Progress()) as reporter:
+        reporter.status = status
+        if raises:
+            raise KeyError
+    run.finish.assert_called_once_with(exit_code=shown)
 
 
 @contextmanager

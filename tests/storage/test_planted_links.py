@@ -105,7 +105,7 @@ def test_metrics_follow_the_links_of_the_user_in_any_directory(tmp_path: Path) -
     (tmp_path / "first").symlink_to(tmp_path / "second")
     check_sinks(LoggingConfig(metrics_file=str(tmp_path / "first")))
     for _ in range(2):
-        with metrics_file(str(tmp_path / "first")) as write:
+        with metrics_file(str(tmp_path / "first"), print) as write:
             write({"iteration": 1})
     assert (tmp_path / "metrics").read_text() == '{"iteration": 1}\n' * 2
     (tmp_path / "metrics").unlink()
@@ -126,11 +126,11 @@ def test_metrics_follow_links_of_others_only_where_others_cannot_make_them(tmp_p
     (shared / "mine").symlink_to("planted")
     for link in ("planted", "mine"):
         if mode == 0o755:
-            with metrics_file(str(shared / link)) as write:
+            with metrics_file(str(shared / link), print) as write:
                 write({"iteration": 1})
             continue
         with pytest.raises(PermissionError, match="is a link of user 12345 in a directory that others can"):
-            metrics_file(str(shared / link)).__enter__()
+            metrics_file(str(shared / link), print).__enter__()
     assert (tmp_path / "victim").exists() == (mode == 0o755)
 
 
@@ -138,7 +138,7 @@ def test_metrics_may_go_to_stdout_whatever_it_is(tmp_path: Path) -> None:
     """A pipe, to which no path leads, and a file."""
     code = (
         "from megatron_zpp.reporting.sinks import metrics_file\n"
-        "with metrics_file('/dev/stdout') as write:\n  write({'iteration': 1})"
+        "with metrics_file('/dev/stdout', print) as write:\n  write({'iteration': 1})"
     )
     done = run("-c", code)
     assert (done.stdout, done.stderr) == ('{"iteration": 1}\n', "")

@@ -15,7 +15,7 @@ from megatron_zpp.supervision.activity import Activity
 from megatron_zpp.train.steps.stopping import STOPPED, Stop, StopConditions
 from tests.support import logged, nightly, records_of, run, trained
 from tests.train.conftest import BYTES, TINY
-from tests.train.in_process import SMALLEST, Resumed, train_here
+from tests.train.in_process import SMALLEST, Resumed, of, train_here
 
 NO_DROPOUT = ("--hidden-dropout", "0", "--attention-dropout", "0")
 
@@ -85,6 +85,24 @@ def test_the_first_step_is_reported_long_before_the_first_log_line(
     first, second = (line for line in capsys.readouterr().out.splitlines() if "iteration " in line)
     assert re.fullmatch(r" first step, iteration 1: loss \d+\.\d{4}, \d+\.\d s", first)
     assert MEGATRON_LINE.match(second)
+
+
+def test_every_step_is_in_a_record(corpus: str, tmp_path: Path) -> None:
+    """Also those before a stop and before the end that are no multiple of --log-interval."""
+    steps = of(Resumed(corpus, tmp_path / "steps")("--train-iters", "7"), "lm_loss")
+    resume = Resumed(corpus, tmp_path)
+    for more in (["--exit-interval", "5"], []):
+        records = resume("--train-iters", "7", "--log-interval", "3", *more)
+    assert of(records, "iteration") == [3, 5, 6, 7]
+    means = [sum(steps[:3]) / 3, sum(steps[3:5]) / 2, *steps[5:]]
+    assert of(records, "lm_loss") == pytest.approx(means, rel=1e-12)
+
+
+def test_an_exit_interval_that_divides_the_run_leaves_the_final_evaluations(flags: list[str]) -> None:
+    ending = train_here([*flags, "--train-iters", "4", "--exit-interval", "2"])
+    assert ending.iteration == 2
+    ending = train_here([*flags, "--train-iters", "2", "--exit-interval", "2"])
+    assert ending.stop is None
 
 
 def test_a_run_keeps_its_name_where_it_saves(corpus: str, tmp_path: Path) -> None:

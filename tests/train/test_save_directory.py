@@ -78,6 +78,19 @@ def test_a_checkpoint_that_lost_its_marker_is_named(
     assert (newest.parent / TRACKER).read_text() == "1\n"
 
 
+def test_a_tracker_that_names_an_earlier_checkpoint_is_told(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody has written there to go back, as with Megatron-LM, which loads what it names."""
+    resumed = Resumed(corpus, tmp_path)
+    resumed("--train-iters", "2", "--save-interval", "1")
+    (tmp_path / "checkpoints" / TRACKER).write_text("1\n")
+    for told in (1, 0):
+        resumed("--train-iters", "3")
+        line = f" WARNING: {TRACKER} names iteration 1; the newest counts, and --ckpt-step 1 loads that one"
+        assert capsys.readouterr().out.count(line) == told
+
+
 def test_a_directory_with_another_iterations_name_is_refused(corpus: str, tmp_path: Path) -> None:
     resumed = Resumed(corpus, tmp_path)
     resumed("--train-iters", "2")
@@ -87,6 +100,18 @@ def test_a_directory_with_another_iterations_name_is_refused(corpus: str, tmp_pa
         ValueError, match="iter_0000090: holds iteration 2, not 90; rename it to iter_0000002"
     ):
         resumed("--train-iters", "2")
+
+
+def test_a_directory_may_be_spelled_in_two_ways(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be empty at first, and a run that is complete does not save again."""
+    flags = ["--data-path", corpus, *RUN, "--train-iters", "2", "--save", str(tmp_path)]
+    saves = []
+    for _ in range(2):
+        train_here([*flags, "--load", f"{tmp_path}/"])
+        saves.append(capsys.readouterr().out.count(" saved "))
+    assert saves == [1, 0]
 
 
 def saved_by_another_run(directory: Path, engine: ZeroEngine) -> None:

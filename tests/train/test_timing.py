@@ -90,11 +90,14 @@ def test_lines() -> None:
     assert times_line({"a": [1.0, 2.0], "b": [3.0, 0.5]}) == (
         " (min, max) time across ranks (ms): a: (1.00, 2.00) | b: (0.50, 3.00)"
     )
-    assert straggler_line([10.0, 11.0, 10.0, 20.0], [25.0] * 4) == (
+    assert straggler_line([10.0, 11.0, 10.0, 20.0], [25.0] * 4, 1) == (
         " busy of 25.0 ms per step: median 10.5 ms, least 10.0 ms, most 20.0 ms on rank 3: "
         "rank 3 is the slowest"
     )
-    assert straggler_line([10.0, 10.5], [25.0] * 2).endswith("on rank 1: no rank stands out")
+    assert straggler_line([10.0, 10.5], [25.0] * 2, 1).endswith("on rank 1: no rank stands out")
+    group = "one of ranks 2 to 3, which wait for each other inside layers, is the slowest"
+    assert straggler_line([10.0, 11.0, 19.0, 20.0], [25.0] * 4, 2).endswith(f"on rank 3: {group}")
+    assert straggler_line([20.0, 20.5], [25.0] * 2, 2).endswith("so the slowest cannot be named")
 
 
 def test_sections_add_up_and_are_reset() -> None:

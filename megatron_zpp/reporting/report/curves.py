@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
-from statistics import median
+from statistics import median, mode
 from typing import Any, Literal
 
 from megatron_zpp.storage.regular import open_stream
@@ -48,11 +48,11 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
     Lines that are not JSON are skipped, and `warn` gets one line about them: a run that is killed or whose
     disk is full can cut a line. Nothing is said of an incomplete last line: a live run may be writing it.
     Records of steps that a run repeated, or never reached again, after a resume from an earlier checkpoint
-    are omitted, so the iterations never decrease.
+    are omitted, so the iterations never decrease. `warn` gets a line if that leaves no step.
     """
     records: list[dict[str, Any]] = []
     skipped: list[int] = []  # line numbers
-    incomplete = False
+    incomplete, began = False, 0
     with open_stream(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT), b""), 1):
             ends = line.endswith(b"\n")
@@ -69,13 +69,18 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
             # A run logs a step before it evaluates at that iteration: what was evaluated there before a
             # logged step is of a line that was abandoned, and an evaluation keeps those of its iteration.
             last = record["iteration"] - 1 if "lm_loss" in record else record["iteration"]
+            before = len(records)
             while records and records[-1]["iteration"] > last:
                 records.pop()
+            if len(records) < before and not any("lm_loss" in kept for kept in records):
+                began = number
             records.append(record)
     if not records and (skipped or incomplete):
         raise _foreign(path, 1)
     if not records:
         raise ValueError(f"{path}: empty; a run writes it with --metrics-file")
+    if began:
+        warn(f"{path}: lines before {began} are omitted: there the run began again, or another one")
     if skipped:
         lines = "1 line that is" if len(skipped) == 1 else f"{len(skipped)} lines that are"
         numbers = ", ".join(map(str, skipped[:_NUMBERS])) + (", …" if len(skipped) > _NUMBERS else "")
@@ -219,7 +224,7 @@ def _hours(records: Sequence[Values]) -> dict[int, float]:
     """Hours of training up to each logged step: its time per iteration counts since the one before it."""
     times = by_iteration(records, "elapsed_ms")
     first = next(iter(times), 0)
-    interval = min((later - earlier for earlier, later in pairwise(times)), default=first)
+    interval = mode([later - earlier for earlier, later in pairwise(times)] or [first])
     before = max(0, first - interval)  # the file of a resumed run may begin late
     total, hours = 0.0, {}
     for iteration, milliseconds in times.items():

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_zpp.checkpoint.directory import lost_newest, write_tracker
+from megatron_zpp.checkpoint.directory import lost_newest, older_named, write_tracker
 from megatron_zpp.checkpoint.file_worker import FileWorker
 from megatron_zpp.checkpoint.load import load_checkpoint, saved_settings
 from megatron_zpp.checkpoint.progress import Progress
@@ -58,20 +58,24 @@ def restore(
     exchange = exchange_for("load/warnings")
     with bounded(exchange, "--load", settings.load):
         if engine.topology.rank == 0:
-            exchange.put("warnings", files.run(partial(_directory_warnings, settings), exchange))
+            exchange.put("warnings", files.run(partial(_directory_warnings, settings, found.path), exchange))
         warnings = exchange.get("warnings")
     warnings += [f" WARNING: {path} is skipped: {problem}" for path, problem in found.passed_over]
     return replace(found.loaded, lines=[*warnings, *found.loaded.lines])
 
 
-def _directory_warnings(config: CheckpointConfig, on_progress: OnProgress) -> list[str]:
-    """On rank 0: correct the tracker; lines on a newest checkpoint that is lost. Raises OSError."""
+def _directory_warnings(config: CheckpointConfig, loaded: Location, on_progress: OnProgress) -> list[str]:
+    """On rank 0: correct the tracker; lines on what it named and was not `loaded`. Raises OSError."""
     assert config.load is not None  # it holds what was loaded
     directory = location(config.load)
-    lost = None if config.ckpt_step is not None else lost_newest(directory)
-    if config.load == config.save:
+    lost = older = None
+    if config.ckpt_step is None:
+        lost, older = lost_newest(directory), older_named(directory, loaded)
+    if config.saves_where_it_loads:
         write_tracker(directory)
-    return [f" WARNING: {lost}: it is skipped"] if lost else []
+    if lost:
+        return [f" WARNING: {lost}: it is skipped"]
+    return [f" WARNING: {older}"] if older else []
 
 
 def _load(

@@ -1,6 +1,5 @@
 """Where a run starts: checked before anything is built, and the run's name."""
 
-import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,23 +44,17 @@ def check_start(config: CheckpointConfig, model: ModelConfig, tokenizer: dict[st
         _check_nothing_newer(config, start=0)
         return
     if found := next(each_candidate(config.load, config.ckpt_step), None):
-        if config.finetune or config.ckpt_step is not None or not saves_where_it_loads(config):
+        if config.finetune or config.ckpt_step is not None or not config.saves_where_it_loads:
             _check_nothing_newer(config, start=0 if config.finetune else iteration_of(found) or 0)
         return
     if config.exit_on_missing_checkpoint:
         raise option_error(
             "--load", config.load, "holds no checkpoint, and --exit-on-missing-checkpoint is given"
         )
-    if config.load != config.save:
+    if not config.saves_where_it_loads:
         raise option_error(
             "--load", config.load, "holds no checkpoint; only a --load equal to --save may still be empty"
         )
-
-
-def saves_where_it_loads(config: CheckpointConfig) -> bool:
-    if config.save is None or config.load is None:
-        return False
-    return os.path.realpath(config.save) == os.path.realpath(config.load)
 
 
 def _check_nothing_newer(config: CheckpointConfig, *, start: int) -> None:
@@ -89,7 +82,7 @@ def _check_nothing_newer(config: CheckpointConfig, *, start: int) -> None:
 
 def named(progress: Progress, config: CheckpointConfig, exchange: Exchange) -> Progress:
     """`progress` with the name of the run: a new one unless the run resumes in the directory it saves to."""
-    if progress.run and saves_where_it_loads(config):
+    if progress.run and config.saves_where_it_loads:
         return progress
     if exchange.topology.rank == 0:
         exchange.put("name", secrets.token_hex(4))

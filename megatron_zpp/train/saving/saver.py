@@ -45,7 +45,7 @@ class Saver:
         topology, timeout = run.engine.topology, config.distributed.timeout
         self._exchange = partial(Exchange, run.ranks.store, topology, timeout)
         self._shards = partial(shards_of, run.engine, with_optimizer=config.checkpoint.save_optim)
-        self._newest = run.start if config.checkpoint.save == config.checkpoint.load else None
+        self._newest = run.start if config.checkpoint.saves_where_it_loads else None
         self._saves = 0
         self._written: tuple[Location, Checksums] | None = None  # the newest save, if it is committed
         self._kept = "earlier checkpoints are unchanged"  # in a warning: what a start would load

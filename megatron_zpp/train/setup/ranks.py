@@ -19,7 +19,7 @@ from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import tell
 from megatron_zpp.reporting.slow_work import slow_work
-from megatron_zpp.storage.lease import SECONDS, Held, Lease
+from megatron_zpp.storage.lease import LEASE, SECONDS, Held, Lease
 from megatron_zpp.storage.location import location
 from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.supervision.activity import Activity
@@ -152,7 +152,8 @@ def _lease(
 
 def _refused(save: str, error: OSError) -> str:
     if isinstance(error, Held):
-        fix = f"is in use by another run, {error}; end that one, or give each run its own --save"
+        copied = f"in a copy of its directory, remove {LEASE}"
+        fix = f"is in use by another run, {error}; end that one, or give each run its own --save; {copied}"
     elif isinstance(error, ObjectError):
         fix = str(error.strerror)
     else:

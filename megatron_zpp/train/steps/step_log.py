@@ -36,8 +36,10 @@ class StepLog:
         self._timing = config.timing
         self._interval = Interval(engine.device)
         self.watch = Stopwatch()  # of the time of steps: pause it for everything else
-        self._rate = 0.0  # the learning rate of the newest step
-        self._decoupled_rate: float | None = None  # of the newest step
+        # Of the newest step
+        self._result: StepResult
+        self._rate = 0.0
+        self._decoupled_rate: float | None = None
 
     def add(
         self,
@@ -50,7 +52,7 @@ class StepLog:
     ) -> None:
         """Add a step with the global batch's `samples` and its rates; for loss and weight see Interval."""
         self._interval.add(loss, weight, result, samples, self._engine.take_traffic())
-        self._rate, self._decoupled_rate = rate, decoupled_rate
+        self._result, self._rate, self._decoupled_rate = result, rate, decoupled_rate
 
     def first_step(self, progress: Progress) -> None:
         """Say that training has begun, long before the first log line; every rank must call it."""
@@ -58,9 +60,15 @@ class StepLog:
         seconds = self.watch.total()
         self._reporter.say(f" first step, iteration {progress.iteration}: loss {loss:.4f}, {seconds:.1f} s")
 
-    def interval(self, progress: Progress, result: StepResult) -> None:
-        """Log the interval that ends with `result`; every rank must call it, for the mean of the loss."""
-        interval = self._interval
+    def rest(self, progress: Progress) -> None:
+        """Log the steps since the last log line, if there are any, as a run ends; every rank must call it."""
+        if self._interval.iterations:
+            self.watch.resume()
+            self.interval(progress)
+
+    def interval(self, progress: Progress) -> None:
+        """Log the interval that ends with the newest step; every rank must call it, for the mean loss."""
+        interval, result = self._interval, self._result
         sums = self._engine.mean_over_ranks(interval.sums)  # times the same number, which cancels
         loss = interval.mean_loss(sums).item()
         z_loss = {"z_loss": interval.mean_loss(sums[[2, 1]]).item()} if len(sums) > 2 else {}

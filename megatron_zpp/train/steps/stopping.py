@@ -73,13 +73,16 @@ class StopConditions:
         self._voted_step: int | None = None  # the step of the newest vote; None: it was in an evaluation
         self._in_a_row = 0  # number of newest steps with NaN or Inf in gradients or loss
 
-    def after_step(self, iteration: int, result: StepResult) -> None:
-        """Raise Stop if the run has to end here; `iteration` counts this step."""
+    def after_step(self, iteration: int, result: StepResult, *, last: bool) -> None:
+        """Raise Stop if the run has to end here; `iteration` counts this step.
+
+        --exit-interval does not stop it behind the last step: the final evaluations would be missing.
+        """
         not_finite = result.skipped * self._engine.loss_scale.is_lowest(result.loss_scale)
         self._stop_if_asked(self._vote.turn(self._flags(), not_finite))
         self._voted_step = iteration
         interval = self._training.exit_interval
-        if interval and iteration % interval == 0:
+        if interval and iteration % interval == 0 and not last:
             raise Stop(0, f"--exit-interval {interval}")
 
     def before_save(self) -> None:
