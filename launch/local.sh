@@ -4,6 +4,7 @@
 # When a process fails, the others are ended, and its exit status becomes this script's. With --max-restarts all
 # are then restarted, to resume from the newest checkpoint, unless a restart could not help.
 # SIGINT, SIGTERM and SIGUSR1 are forwarded to the processes, which save and stop; a second signal ends them at once.
+# When the terminal is closed, which is SIGHUP, they get SIGTERM.
 set -euo pipefail
 # shellcheck source=launch/flags.sh
 source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
@@ -62,9 +63,10 @@ pids=()
 signalled=
 starting=
 send() { ((${#pids[@]} == 0)) || kill -"$1" "${pids[@]}" 2>/dev/null || true; }
-for name in INT TERM USR1; do
+for name in INT TERM USR1 HUP; do
+    sent=${name/HUP/TERM}
     # shellcheck disable=SC2064 # expands now, to this name
-    trap "signalled=$name; [[ \$starting ]] || send $name" "$name"
+    trap "signalled=$sent; [[ \$starting ]] || send $sent" "$name"
 done
 
 exec {nothing}<> <(:)
