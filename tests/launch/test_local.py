@@ -101,7 +101,9 @@ def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> 
     assert outcome("-n", "3", program)[0] == 7
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)])
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)]
+)
 def test_a_signal_reaches_every_rank(tmp_path: Path, sent: signal.Signals, status: int) -> None:
     pids = tmp_path / "pids"
     program = write(tmp_path, f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)")
