@@ -38,6 +38,7 @@ while (($# > 0)); do
     esac
 done
 (($# > 0)) || usage
+command -v "$python" >/dev/null || refuse "PYTHON $python: not found; activate an environment, or set PYTHON"
 if [[ -z $processes ]]; then
     processes=$("$python" -c 'import os, sys
 sys.path.insert(0, sys.argv[1])

@@ -91,6 +91,11 @@ def test_an_environment_that_is_not_active_is_named(tmp_path: Path) -> None:
         assert done.returncode == 1
 
 
+def test_a_python_that_is_not_there_is_refused() -> None:
+    refusal = "launch/local.sh: PYTHON nopython: not found; activate an environment, or set PYTHON\n"
+    assert outcome("-n", "2", "pretrain_gpt.py", PYTHON="nopython") == (2, "", refusal)
+
+
 def test_a_module_is_started_as_python_does() -> None:
     out, err = local("-n", "2", "-m", "json.tool", "--help").communicate(timeout=PATIENCE)
     assert (out.count("usage:"), err) == (2, "")
