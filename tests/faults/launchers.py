@@ -32,6 +32,8 @@ def lacking(name: str) -> Case:
 
 
 LAUNCHERS = [
+    Case("", "OMPI_COMM_WORLD_SIZE 4: … start with torchrun", status=2, env={"OMPI_COMM_WORLD_SIZE": "4"}),
+    Case("", "PMI_SIZE 4: … start with torchrun", status=2, env={"PMI_SIZE": "4"}),
     *map(lacking, FOUR),
     refused_on_four("", "RANK 4: must be at least 0 and below WORLD_SIZE, which is 4", RANK="4"),
     refused_on_four("", "RANK '-1': must be a whole number", RANK="-1"),
