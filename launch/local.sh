@@ -4,7 +4,8 @@
 # When a process fails, the others are ended, and its exit status becomes this script's. With --max-restarts all
 # are then restarted, to resume from the newest checkpoint, unless a restart could not help.
 # SIGINT, SIGTERM and SIGUSR1 are forwarded to the processes, which save and stop; a second signal ends them at once.
-# When the terminal is closed, which is SIGHUP, they get SIGTERM.
+# When the terminal is closed, which is SIGHUP, they get SIGTERM, and where util-linux is installed also when this script
+# is killed.
 set -euo pipefail
 # shellcheck source=launch/flags.sh
 source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
@@ -60,6 +61,9 @@ port=${MASTER_PORT:-}
 threads=$(($(nproc) / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
+with_parent=(setpriv --pdeathsig TERM)
+"${with_parent[@]}" true 2>/dev/null || with_parent=()
+
 pids=()
 signalled=
 starting=
@@ -83,7 +87,7 @@ start() {
     [[ -z $signalled ]] || exit 75
     local rank
     for ((rank = 0; rank < processes; rank++)); do
-        RANK=$rank LOCAL_RANK=$rank "$python" "$@" &
+        RANK=$rank LOCAL_RANK=$rank ${with_parent[@]+"${with_parent[@]}"} "$python" "$@" &
         pids+=($!)
     done
     starting=

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,6 +121,15 @@ def test_a_signal_reaches_every_rank(tmp_path: Path, sent: signal.Signals, statu
     for pid in pids.read_text().split():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="util-linux is not installed")
+def test_no_rank_outlives_a_script_that_is_killed(tmp_path: Path) -> None:
+    child = local("-n", "2", write(tmp_path, "print(rank, flush=True)\ntime.sleep(600)"))
+    for _ in range(2):
+        child.stdout.readline()
+    child.kill()
+    child.communicate(timeout=PATIENCE)  # returns when no process has its output
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
