@@ -4,8 +4,8 @@
 # When a process fails, the others are ended, and its exit status becomes this script's. With --max-restarts all
 # are then restarted, to resume from the newest checkpoint, unless a restart could not help.
 # SIGINT, SIGTERM and SIGUSR1 are forwarded to the processes, which save and stop; a second signal ends them at once.
-# When the terminal is closed, which is SIGHUP, they get SIGTERM, and where util-linux is installed also when this script
-# is killed.
+# They get SIGTERM when the terminal is closed, which is SIGHUP, and where util-linux is installed, when this script is
+# killed.
 set -euo pipefail
 # shellcheck source=launch/flags.sh
 source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
@@ -86,8 +86,8 @@ start() {
     [[ $signalled != INT ]] || exit 130
     [[ -z $signalled ]] || exit 75
     local rank
-    for ((rank = 0; rank < processes; rank++)); do
-        RANK=$rank LOCAL_RANK=$rank ${with_parent[@]+"${with_parent[@]}"} "$python" "$@" &
+    for ((rank = 0; rank < processes; rank++)); do # without stdin: a prompt at the terminal would stop them for good
+        RANK=$rank LOCAL_RANK=$rank ${with_parent[@]+"${with_parent[@]}"} "$python" "$@" </dev/null &
         pids+=($!)
     done
     starting=

@@ -102,6 +102,20 @@ def test_a_module_is_started_as_python_does() -> None:
     assert (out.count("usage:"), err) == (2, "")
 
 
+def test_a_prompt_ends_at_once(tmp_path: Path) -> None:
+    """At a terminal the kernel would stop the rank, which is in its background."""
+    program = write(tmp_path, "try:\n    input('W&B choice: ')\nexcept EOFError:\n    sys.exit(7)")
+    master, terminal = os.openpty()
+    command = ["setsid", "--ctty", "--wait", SCRIPT, "-n", "1", program]
+    env = environment(PYTHON=sys.executable)
+    assert (
+        subprocess.run(command, env=env, stdin=terminal, capture_output=True, timeout=PATIENCE).returncode
+        == 7
+    )
+    os.close(master)
+    os.close(terminal)
+
+
 def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> None:
     program = write(tmp_path, "time.sleep(0.2 if rank == 1 else 600)\nsys.exit(7)")
     assert outcome("-n", "3", program)[0] == 7
