@@ -48,7 +48,7 @@ check_packages("launch/local.sh", "torch") # or a line that says how to activate
 import torch
 print(torch.cuda.device_count() or len(os.sched_getaffinity(0)))' "$root")
 fi
-[[ $processes =~ ^[1-9][0-9]*$ ]] || refuse "-n $processes: must be a whole number of processes, 1 or more"
+[[ $processes =~ ^[1-9][0-9]{0,3}$ ]] || refuse "-n $processes: must be a whole number of processes, from 1 to 9999"
 [[ $restarts =~ ^(0|[1-9][0-9]*)$ ]] || refuse "--max-restarts $restarts: must be a whole number, 0 or more"
 
 if ((restarts > 0)) && why=$(not_resumed "$@") && [[ $why ]]; then

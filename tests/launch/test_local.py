@@ -177,6 +177,7 @@ def test_a_signal_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
         ("", "launch/local.sh"),
         ("-n 0 x.py", "launch/local.sh"),
         ("-n two x.py", "launch/local.sh"),
+        ("-n 99999999999 pretrain_gpt.py", "-n 99999999999: must be a whole number of processes, from 1 to"),
         ("-n 2 pretrain_gpt3.py --flag", "launch/local.sh: pretrain_gpt3.py: no such file\n"),
     ],
 )
