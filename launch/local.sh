@@ -4,6 +4,8 @@
 # When a process fails, the others are ended, and its exit status becomes this script's. With --max-restarts all
 # are then restarted, to resume from the newest checkpoint, unless a restart could not help.
 # SIGINT, SIGTERM and SIGUSR1 are forwarded to the processes, which save and stop; a second signal ends them at once.
+# They get SIGTERM when the terminal is closed, which is SIGHUP, and where util-linux is installed, when this script is
+# killed.
 set -euo pipefail
 # shellcheck source=launch/flags.sh
 source "$(dirname "${BASH_SOURCE[0]}")/flags.sh"
@@ -37,6 +39,7 @@ while (($# > 0)); do
     esac
 done
 (($# > 0)) || usage
+command -v "$python" >/dev/null || refuse "PYTHON $python: not found; activate an environment, or set PYTHON"
 if [[ -z $processes ]]; then
     processes=$("$python" -c 'import os, sys
 sys.path.insert(0, sys.argv[1])
@@ -45,7 +48,7 @@ check_packages("launch/local.sh", "torch") # or a line that says how to activate
 import torch
 print(torch.cuda.device_count() or len(os.sched_getaffinity(0)))' "$root")
 fi
-[[ $processes =~ ^[1-9][0-9]*$ ]] || refuse "-n $processes: must be a whole number of processes, 1 or more"
+[[ $processes =~ ^[1-9][0-9]{0,3}$ ]] || refuse "-n $processes: must be a whole number of processes, from 1 to 9999"
 [[ $restarts =~ ^(0|[1-9][0-9]*)$ ]] || refuse "--max-restarts $restarts: must be a whole number, 0 or more"
 
 if ((restarts > 0)) && why=$(not_resumed "$@") && [[ $why ]]; then
@@ -58,13 +61,17 @@ port=${MASTER_PORT:-}
 threads=$(($(nproc) / processes))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 
+with_parent=(setpriv --pdeathsig TERM)
+"${with_parent[@]}" true 2>/dev/null || with_parent=()
+
 pids=()
 signalled=
 starting=
 send() { ((${#pids[@]} == 0)) || kill -"$1" "${pids[@]}" 2>/dev/null || true; }
-for name in INT TERM USR1; do
+for name in INT TERM USR1 HUP; do
+    sent=${name/HUP/TERM}
     # shellcheck disable=SC2064 # expands now, to this name
-    trap "signalled=$name; [[ \$starting ]] || send $name" "$name"
+    trap "signalled=$sent; [[ \$starting ]] || send $sent" "$name"
 done
 
 exec {nothing}<> <(:)
@@ -79,8 +86,8 @@ start() {
     [[ $signalled != INT ]] || exit 130
     [[ -z $signalled ]] || exit 75
     local rank
-    for ((rank = 0; rank < processes; rank++)); do
-        RANK=$rank LOCAL_RANK=$rank "$python" "$@" &
+    for ((rank = 0; rank < processes; rank++)); do # without stdin: a prompt at the terminal would stop them for good
+        RANK=$rank LOCAL_RANK=$rank ${with_parent[@]+"${with_parent[@]}"} "$python" "$@" </dev/null &
         pids+=($!)
     done
     starting=

@@ -31,7 +31,7 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     echo "setup: $("$python" --version) is too old; install Python 3.10 or newer, or set PYTHON" >&2
     exit 1
 fi
-if [[ ! -x .venv/bin/python ]]; then
+if [[ ! -x .venv/bin/pip ]]; then # what venv makes last: it may have been interrupted
     echo "setup: creating .venv with $("$python" --version)"
     if ! "$python" -m venv .venv; then
         rm -rf .venv

@@ -34,6 +34,7 @@ python=${PYTHON:-python3}
 # shellcheck source=launch/secret.sh
 source "$ZPP_ROOT/launch/secret.sh" # after ZPP_ENVIRONMENT, which may set one
 export PYTHONPATH=$ZPP_ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # of the process that submitted the job; they would win over srun's
 
 # A rank that exits must not end the others, which may be closing logs. The run itself finds the rank that died;
 # --wait is for ranks that have not started to watch one another yet. The other flags override defaults of the

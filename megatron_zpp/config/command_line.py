@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import signal
 import sys
 import traceback
@@ -124,7 +125,7 @@ def check_packages(prog: str, *names: str) -> None:
     root = Path(__file__).resolve().parents[2]
     environment = root / ".venv"
     if (environment / "bin" / "python").exists() and Path(sys.prefix).resolve() != environment.resolve():
-        hint = f"activate the environment: source {environment}/bin/activate"
+        hint = f"activate the environment: source {shlex.quote(str(environment / 'bin' / 'activate'))}"
     else:
         hint = f"install them: {root}/launch/setup_venv.sh requirements.txt, then source .venv/bin/activate"
     _print_error(prog, f"{sys.executable} has no {missing}; {hint}")

@@ -219,12 +219,12 @@ def parse_known(
     Other fields are absent, so that presets can fill them. Text that is no number is text, for `value_error`.
     """
     namespace, unknown = parser.parse_known_args(list(argv))
-    message = ""
+    flags, message = [flag for action in parser._actions for flag in action.option_strings], ""
     if unknown:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
         first, lists_flags = unknown[0].split("=", 1)[0], getattr(parser, "lists_flags", "--help")
         meant = did_you_mean(first, flags) if first.startswith("-") else ""
-        said = f"unrecognized argument {' '.join(unknown)}{meant and '; '}{meant}"
+        words = " ".join(unknown).strip() or f"{first!r}, maybe behind a backslash"
+        said = f"unrecognized argument {words}{meant and '; '}{meant}"
         message = f"{said} ({lists_flags} lists every flag)"
     typed: dict[str, dict[str, Any]] = {name: {} for name in groups}
     for destination, value in vars(namespace).items():

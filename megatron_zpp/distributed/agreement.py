@@ -7,9 +7,7 @@ from megatron_zpp.distributed.exchange import Exchange
 from megatron_zpp.distributed.rank_addresses import ranges
 
 
-def check_agreement(
-    settings: dict[str, dict[str, Any]], exchange: Exchange, fix: str = "start all ranks with the same flags"
-) -> None:
+def check_agreement(settings: dict[str, dict[str, Any]], exchange: Exchange, fix: str) -> None:
     """Compare `settings`, by part and field, over all ranks. Every rank must call this.
 
     Raises the same ValueError on every rank, naming the first field that differs and the remedy `fix`.

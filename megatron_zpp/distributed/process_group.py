@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import glob
 
 import torch
 import torch.distributed as dist
@@ -14,13 +15,21 @@ from megatron_zpp.distributed.job_store import of_torch
 from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.topology import Topology
 
+_GPUS = "/dev/nvidia[0-9]*"  # those of a cgroup that this process is not in cannot be read
+
 
 def select_device(requested: str, topology: Topology) -> torch.device:
     """Return the device of this rank for --device auto, cpu or cuda. Allocates no GPU memory.
 
-    Raises ValueError if there are no GPUs for --device cuda, or fewer GPUs than ranks on this node.
+    Raises ValueError if there are no GPUs for --device cuda, fewer GPUs than ranks on this node, or for auto
+    a GPU that torch does not see, unless CUDA_VISIBLE_DEVICES hides all.
     """
     count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").startswith((*"0123456789", "GPU-", "MIG-"))
+    unseen = [path for path in glob(_GPUS) if visible and os.access(path, os.R_OK)]
+    if requested == "auto" and count == 0 and unseen:
+        fix = f"torch {torch.__version__} does not see {unseen[0]}; install torch for its driver, or use cpu"
+        raise option_error("--device", requested, fix)
     if requested == "cpu" or (requested == "auto" and count == 0):
         return torch.device("cpu")
     if count == 0:

@@ -23,13 +23,20 @@ def launcher_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
     Torchrun's variables take precedence, also if srun started torchrun, but for a port in RANKS_PORT. A
     process that srun did not start is a single rank: in the shell of salloc or a batch script, SLURM's
     variables describe the job, not the process. MASTER_ADDR and MASTER_PORT are kept if set. Raises
-    ValueError if SLURM's variables are missing or malformed, if nodes have different numbers of tasks, or
-    if ranks are not numbered node by node.
+    ValueError if SLURM's variables are missing or malformed, if nodes have different numbers of tasks, if
+    ranks are not numbered node by node, or if mpirun started them.
     """
     if any(name in environment for name in TORCHRUN_VARIABLES):
         port = environment.get(RANKS_PORT)
         return {**environment, "MASTER_PORT": port} if port else environment
-    if not _is_task(environment):
+    task = _is_task(environment)
+    of_mpi = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")[: 1 if task else 2]  # srun may set the second too
+    if started := [name for name in of_mpi if environment.get(name, "1") != "1"]:
+        raise ValueError(
+            f"{started[0]} {environment[started[0]]}: mpirun does not say all that ranks need; start with "
+            f"torchrun or srun, or set {', '.join(TORCHRUN_VARIABLES)}, MASTER_ADDR and MASTER_PORT"
+        )
+    if not task:
         return environment
     if size := environment.get("SLURM_HET_SIZE"):
         raise ValueError(

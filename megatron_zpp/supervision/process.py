@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
+from megatron_zpp.config.options import usage_errors
 from megatron_zpp.config.run import DistributedConfig
 from megatron_zpp.distributed.job_store import VARIABLE as SECRET
 from megatron_zpp.distributed.open_files import raise_limit
@@ -33,7 +34,7 @@ class Process:
         Ends the process with an error line if the variables are wrong.
         """
         raise_limit()
-        with one_line_errors(prog, Topology()):
+        with one_line_errors(prog, Topology()), usage_errors():
             topology = Topology.from_environment(os.environ)
             per_node = once_per_node(topology, launcher_variables(os.environ))
         return cls(prog=prog, topology=topology, per_node=per_node)

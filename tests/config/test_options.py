@@ -55,6 +55,7 @@ def test_every_kind_of_field_is_read() -> None:
         (["--burner", "2"], ["--burner", "did you mean --burners"]),
         (["--burn", "2"], ["--burn"]),
         (["stray"], ["stray"]),
+        ([" "], ["argument ' ', maybe behind a backslash"]),
         (["--limit", "7"], ["--limit 7: needs --style boil or --burners 2, 3"]),
     ],
 )

@@ -45,6 +45,12 @@ def test_each_block_has_a_class(block: Block) -> None:
         assert block.page.name in code or all(program in code for program in programs)
 
 
+def test_commands_for_all_cores_suit_any_number_of_them() -> None:
+    """A batch that is given suits some numbers only."""
+    ours = [line for block in blocks() if block.kind == "executed" for line in lines(block)]
+    assert not [line for line in ours if line.startswith("launch/local.sh pretrain") and "--global-b" in line]
+
+
 @pytest.mark.parametrize("one", commands(), ids=lambda one: f"{one.program} {' '.join(one.arguments)}"[:70])
 def test_commands_on_pages_are_valid(one: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

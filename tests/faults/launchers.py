@@ -21,23 +21,26 @@ def on_four(argv: str, said: str, **env: str) -> Case:
 
 
 def refused_on_four(argv: str, said: str, **env: str) -> Case:
-    """The same with a command line that no four ranks could obey."""
+    """The same with a command line or an environment that no four ranks could obey."""
     return replace(on_four(argv, said, **env), status=2)
 
 
 def lacking(name: str) -> Case:
     """Without one of the variables."""
-    return Case("", f"{name} (not set): … start with torchrun", env={k: FOUR[k] for k in FOUR if k != name})
+    env = {k: FOUR[k] for k in FOUR if k != name}
+    return Case("", f"{name} (not set): … start with torchrun", status=2, env=env)
 
 
 LAUNCHERS = [
+    Case("", "OMPI_COMM_WORLD_SIZE 4: … start with torchrun", status=2, env={"OMPI_COMM_WORLD_SIZE": "4"}),
+    Case("", "PMI_SIZE 4: … start with torchrun", status=2, env={"PMI_SIZE": "4"}),
     *map(lacking, FOUR),
-    on_four("", "RANK 4: must be at least 0 and below WORLD_SIZE, which is 4", RANK="4"),
-    on_four("", "RANK '-1': must be a whole number", RANK="-1"),
-    on_four("", "WORLD_SIZE '2.5': must be a whole number", WORLD_SIZE="2.5"),
-    on_four("", "LOCAL_RANK 4: must be at least 0 and below LOCAL_WORLD_SIZE", LOCAL_RANK="4"),
-    on_four("", "WORLD_SIZE 4: must be a multiple of LOCAL_WORLD_SIZE 3", LOCAL_WORLD_SIZE="3"),
-    on_four("", "MASTER_PORT '70000': must be a whole number from 1", MASTER_PORT="70000"),
+    refused_on_four("", "RANK 4: must be at least 0 and below WORLD_SIZE, which is 4", RANK="4"),
+    refused_on_four("", "RANK '-1': must be a whole number", RANK="-1"),
+    refused_on_four("", "WORLD_SIZE '2.5': must be a whole number", WORLD_SIZE="2.5"),
+    refused_on_four("", "LOCAL_RANK 4: must be at least 0 and below LOCAL_WORLD_SIZE", LOCAL_RANK="4"),
+    refused_on_four("", "WORLD_SIZE 4: must be a multiple of LOCAL_WORLD_SIZE 3", LOCAL_WORLD_SIZE="3"),
+    refused_on_four("", "MASTER_PORT '70000': must be a whole number from 1", MASTER_PORT="70000"),
     on_four("", "MASTER_ADDR nowhere.invalid: … give rank 0's host", MASTER_ADDR="nowhere.invalid"),
     on_four("", "MASTER_ADDR 192.0.2.1: is not an address of … must be rank 0's", MASTER_ADDR="192.0.2.1"),
     on_four(

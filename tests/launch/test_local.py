@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -91,9 +92,28 @@ def test_an_environment_that_is_not_active_is_named(tmp_path: Path) -> None:
         assert done.returncode == 1
 
 
+def test_a_python_that_is_not_there_is_refused() -> None:
+    refusal = "launch/local.sh: PYTHON nopython: not found; activate an environment, or set PYTHON\n"
+    assert outcome("-n", "2", "pretrain_gpt.py", PYTHON="nopython") == (2, "", refusal)
+
+
 def test_a_module_is_started_as_python_does() -> None:
     out, err = local("-n", "2", "-m", "json.tool", "--help").communicate(timeout=PATIENCE)
     assert (out.count("usage:"), err) == (2, "")
+
+
+def test_a_prompt_ends_at_once(tmp_path: Path) -> None:
+    """At a terminal the kernel would stop the rank, which is in its background."""
+    program = write(tmp_path, "try:\n    input('W&B choice: ')\nexcept EOFError:\n    sys.exit(7)")
+    master, terminal = os.openpty()
+    command = ["setsid", "--ctty", "--wait", SCRIPT, "-n", "1", program]
+    env = environment(PYTHON=sys.executable)
+    assert (
+        subprocess.run(command, env=env, stdin=terminal, capture_output=True, timeout=PATIENCE).returncode
+        == 7
+    )
+    os.close(master)
+    os.close(terminal)
 
 
 def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> None:
@@ -101,7 +121,9 @@ def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> 
     assert outcome("-n", "3", program)[0] == 7
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 143)]
+)
 def test_a_signal_reaches_every_rank(tmp_path: Path, sent: signal.Signals, status: int) -> None:
     pids = tmp_path / "pids"
     program = write(tmp_path, f"open({str(pids)!r}, 'a').write(f'{{os.getpid()}}\\n')\ntime.sleep(600)")
@@ -113,6 +135,15 @@ def test_a_signal_reaches_every_rank(tmp_path: Path, sent: signal.Signals, statu
     for pid in pids.read_text().split():
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="util-linux is not installed")
+def test_no_rank_outlives_a_script_that_is_killed(tmp_path: Path) -> None:
+    child = local("-n", "2", write(tmp_path, "print(rank, flush=True)\ntime.sleep(600)"))
+    for _ in range(2):
+        child.stdout.readline()
+    child.kill()
+    child.communicate(timeout=PATIENCE)  # returns when no process has its output
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130)])
@@ -146,6 +177,7 @@ def test_a_signal_while_a_rank_is_started_reaches_it(tmp_path: Path) -> None:
         ("", "launch/local.sh"),
         ("-n 0 x.py", "launch/local.sh"),
         ("-n two x.py", "launch/local.sh"),
+        ("-n 99999999999 pretrain_gpt.py", "-n 99999999999: must be a whole number of processes, from 1 to"),
         ("-n 2 pretrain_gpt3.py --flag", "launch/local.sh: pretrain_gpt3.py: no such file\n"),
     ],
 )

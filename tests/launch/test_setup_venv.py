@@ -11,7 +11,7 @@ INDEX = "https://download.pytorch.org/whl/cpu"
 STUB = """#!/usr/bin/env bash
 case "$*" in
     --version) echo Python 3.12.0 ;;
-    "-m venv .venv") mkdir -p .venv/bin .venv/lib && cp "$0" .venv/bin/python ;;
+    "-m venv .venv") mkdir -p .venv/bin .venv/lib && cp "$0" .venv/bin/python && cp "$0" .venv/bin/pip ;;
     *" index versions torch "*) [[ $ANSWERS ]] ;;
     *" install "*) echo "$*" >>calls && cat .venv/installing.txt >>calls ;;
 esac
@@ -50,6 +50,12 @@ def test_with_a_gpu_pip_chooses_torch_and_a_file_is_installed_whole(tmp_path: Pa
     assert "index-url" not in call
     names = {each.replace(">", "=").split("=")[0] for each in packages}
     assert {"torch", "sentencepiece", "wandb", "datasets", "pytest"} <= names
+
+
+def test_an_environment_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
+    setup(tmp_path, "requirements.txt[run]")
+    (tmp_path / ".venv/bin/pip").unlink()
+    assert "setup: creating .venv" in setup(tmp_path, "requirements.txt[run]")[0]
 
 
 @pytest.mark.parametrize("wanted", ["requirements.txt[run,nothing]", "nothing.txt"])

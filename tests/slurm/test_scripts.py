@@ -110,6 +110,13 @@ def test_the_step_gets_a_secret_of_the_job_by_its_environment(tmp_path: Path) ->
     assert of_site == "s" * 40
 
 
+def test_ranks_are_not_those_of_the_process_that_submitted_the_job(tmp_path: Path) -> None:
+    srun = '#!/bin/sh\n[ -z "$RANK$WORLD_SIZE$LOCAL_RANK$LOCAL_WORLD_SIZE" ]\n'
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    done, _ = script(tmp_path, "pretrain_gpt.sbatch", *SAVED, srun=srun, MAX_RESTARTS="0", **JOB, **alone)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_signal_while_the_step_is_started_reaches_it(tmp_path: Path) -> None:
     """It comes when the script does not know srun's process yet. TERM asks for a save without a requeue."""
     moment = tmp_path / "moment.sh"

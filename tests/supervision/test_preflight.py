@@ -125,6 +125,18 @@ def test_ranks_with_different_settings_are_refused_once(tmp_path: Path) -> None:
         assert "(rank 1: 7, rank 0: 6)" in line
 
 
+def test_nodes_with_unequal_numbers_of_ranks_are_refused(tmp_path: Path) -> None:
+    """Nodes of 1, 1 and 2 ranks: each of them finds that its own number divides all ranks."""
+    with Run(tmp_path, 4) as run:
+        for rank in range(4):
+            local = (0, 0, 0, 1)[rank]
+            run.start(rank, *FLAGS, LOCAL_WORLD_SIZE="1" if rank < 2 else "2", LOCAL_RANK=str(local))
+        assert set(run.statuses().values()) == {1}
+        assert all(
+            "launcher.LOCAL_WORLD_SIZE differs between ranks: ranks 2-3" in line for line in run.errors()
+        )
+
+
 def test_a_node_with_other_data_of_the_same_name_is_named(tmp_path: Path) -> None:
     """Each node may have copies of its own; samples are numbered as if all were alike."""
     mock = FLAGS.index("--mock-data")

@@ -108,7 +108,9 @@ def _joined(
     limit = _NAMED * distributed.timeout.total_seconds()
     exchange = Exchange(rendezvous.store, topology, distributed.timeout, "preflight")
     activity.now("preflight, comparing settings", limit=limit)
-    check_agreement(config.shared_settings() | device.settings(), exchange)
+    launched = {"launcher": {"LOCAL_WORLD_SIZE": topology.local_world_size}}
+    fix = "start all ranks with the same flags, and the same number of ranks on every node"
+    check_agreement(config.shared_settings() | device.settings() | launched, exchange, fix)
     sockets = choose_nccl_sockets(backend_of(place), exchange, os.environ)
     activity.now("preflight, joining the process group", limit=limit)
     with process_group(distributed, topology, place, rendezvous):
