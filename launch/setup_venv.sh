@@ -31,10 +31,9 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     echo "setup: $("$python" --version) is too old; install Python 3.10 or newer, or set PYTHON" >&2
     exit 1
 fi
-if [[ ! -x .venv/bin/pip ]]; then # what venv makes last: it may have been interrupted
+if [[ ! -x .venv/bin/pip ]]; then # what venv makes last: it may have failed or been interrupted
     echo "setup: creating .venv with $("$python" --version)"
     if ! "$python" -m venv .venv; then
-        rm -rf .venv
         echo "setup: '$python -m venv' failed; on Debian and Ubuntu install python3-venv" >&2
         exit 1
     fi
