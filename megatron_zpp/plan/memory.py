@@ -75,7 +75,7 @@ def memory_of(job: Job) -> Memory:
     if offloaded and differences:
         staged = 4 * owned
     elif offloaded and job.coded:  # a unit at a time, to be encoded
-        staged = 4 * max(len(weights.owned) for weights in communication.weights)
+        staged = 4 * max(len(weights.owned) for weights in communication.units)
     buffers = communication.arena_bytes
     if job.tensor > 1 and job.overlapped:  # what tensor ranks copy to each other
         buffers += region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)

@@ -23,8 +23,8 @@ from megatron_zpp.zero.reads import (
     parts_of,
 )
 from megatron_zpp.zero.sharded_unit import Encoded, Residuals, Unit
+from megatron_zpp.zero.unit_plan import UnitPlan
 from megatron_zpp.zero.weight_codes import WeightEncoder
-from megatron_zpp.zero.weight_plan import WeightPlan
 
 Initialize = Callable[[str, Tensor], None]
 
@@ -52,7 +52,7 @@ def build_units(
         return whole
 
     slots: dict[int, Tensor] = {}
-    for slot, weights in zip(plan.slots, plan.weights, strict=True):
+    for slot, weights in zip(plan.slots, plan.units, strict=True):
         if slot not in slots and weights.fill:
             slots[slot] = communication.memory(weights.fill, weights.slot, at=-1)
         elif slot not in slots:
@@ -60,7 +60,7 @@ def build_units(
     units: list[Unit] = []
     parts = [parts_of(module) for _, module in modules]
     for (name, _), places, slot, weights in zip(
-        distinct(modules), plan.reads.places, plan.slots, plan.weights, strict=True
+        distinct(modules), plan.reads.places, plan.slots, plan.units, strict=True
     ):
         guard = ReadGuard(name or "the model", sum(len(unit.guard) for unit in units))
         parameters = _parameters(weights.layout, slots[slot], plan.made, codes)
@@ -91,7 +91,7 @@ def _make_empty_parameters(module: nn.Module, dtype: torch.dtype, device: torch.
 
 def _unit(
     number: int,
-    weights: WeightPlan,
+    weights: UnitPlan,
     full: Tensor,
     parameters: tuple[nn.Parameter, ...],
     guard: ReadGuard,

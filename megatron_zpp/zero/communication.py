@@ -19,7 +19,7 @@ _WEIGHTS, _GRADIENTS, _SUMS, _MATRICES = "weights", "gradients", "sums", "matric
 
 
 class Legs(NamedTuple):
-    """What is gathered of a unit; see WeightPlan."""
+    """What is gathered of a unit; see UnitPlan."""
 
     sums: Leg
     bring: Leg
@@ -49,7 +49,7 @@ class Communication:
                 self._leg(_WEIGHTS, each.bring),
                 self._leg(_WEIGHTS, each.fill),
             )
-            for each in plan.weights
+            for each in plan.units
         ]
         route = plan.gradients
         streams = [self._streams_of(_GRADIENTS, route, at) for at in range(len(route))]

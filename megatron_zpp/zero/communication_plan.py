@@ -35,14 +35,14 @@ from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.reads import Reads
-from megatron_zpp.zero.weight_plan import WeightPlan, weight_plan
+from megatron_zpp.zero.unit_plan import UnitPlan, unit_plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationPlan:
     """How the weights and gradients of this rank's run travel, and the memory that this takes.
 
-    `weights` and `slots` have an entry for each unit, in forward order. A slot is the buffer that holds a
+    `units` and `slots` have an entry for each unit, in forward order. A slot is the buffer that holds a
     unit's gathered parameters; units with equal slots have equal layouts and take turns. Units with equal
     `reduction_slots` have one reduction under way at a time. `gradients` is the route of all trained units,
     `made` the format in which a backward makes them, and `gradient_dtype` the largest one in which they enter
@@ -50,7 +50,7 @@ class CommunicationPlan:
     """
 
     mesh: Mesh
-    weights: tuple[WeightPlan, ...]
+    units: tuple[UnitPlan, ...]
     gradients: Route
     made: torch.dtype
     gradient_dtype: torch.dtype
@@ -63,7 +63,7 @@ class CommunicationPlan:
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """Those of all units."""
-        return tuple(each.layout for each in self.weights)
+        return tuple(each.layout for each in self.units)
 
     @cached_property
     def trained(self) -> tuple[Layout, ...]:
@@ -73,7 +73,7 @@ class CommunicationPlan:
     @cached_property
     def weight_codes(self) -> QuantFormat | None:
         """The format of the messages that the optimizer writes; None where it writes weights."""
-        return next((each.codes for each in self.weights if each.codes is not None), None)
+        return next((each.codes for each in self.units if each.codes is not None), None)
 
     @cached_property
     def differences(self) -> LloydMaxFormat | None:
@@ -81,12 +81,12 @@ class CommunicationPlan:
 
         A few units have more bits in a few steps, see `DifferenceFormats`.
         """
-        return next((each.differences for each in self.weights if each.differences is not None), None)
+        return next((each.differences for each in self.units if each.differences is not None), None)
 
     @property
     def gathers_in_place(self) -> bool:
         """Whether the optimizer writes all of a unit into its slot, so that nothing has to be gathered."""
-        return not any(each.first for each in self.weights)
+        return not any(each.first for each in self.units)
 
     @cached_property
     def every_micro_batch(self) -> bool:
@@ -116,7 +116,7 @@ class CommunicationPlan:
         """
         return not (self.mesh.shard_ranks == 1 and micro_batches == 1 and accepts_16bit)
 
-    def reduced(self, unit: WeightPlan, micro_batches: int, *, last: bool) -> SentBytes:
+    def reduced(self, unit: UnitPlan, micro_batches: int, *, last: bool) -> SentBytes:
         """Bytes that this rank sends to reduce a unit in one micro-batch, a step's `last` one or not."""
         route = as_made(self.gradients, self.made, micro_batches)
         when = (When.MICRO_BATCH, When.STEP) if last else (When.MICRO_BATCH,)
@@ -144,18 +144,18 @@ class CommunicationPlan:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of slots, and of what this rank's gathers send where that is not a part of them."""
-        slots = {slot: each.slot for slot, each in zip(self.slots, self.weights, strict=True)}
-        return sum(slot.nbytes for slot in slots.values()) + sum(each.sent_bytes for each in self.weights)
+        slots = {slot: each.slot for slot, each in zip(self.slots, self.units, strict=True)}
+        return sum(slot.nbytes for slot in slots.values()) + sum(each.sent_bytes for each in self.units)
 
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes of secondary shards, or of this rank's parts of the references."""
-        return sum(each.memory["kept"][1].nbytes for each in self.weights if "kept" in each.memory)
+        return sum(each.memory["kept"][1].nbytes for each in self.units if "kept" in each.memory)
 
     @property
     def residual_bytes(self) -> int:
         """Bytes of what codes have lost of gradients, where that is sent with later ones."""
-        return sum(residual.nbytes for each in self.weights for residual in each.residuals)
+        return sum(residual.nbytes for each in self.units for residual in each.residuals)
 
     def message_room(self, stages: Route) -> int:
         """Bytes of the largest message that this rank brings to these stages of weights or sums, in any step.
@@ -164,15 +164,15 @@ class CommunicationPlan:
         """
         if not stages or not stages[0].codes:
             return 0
-        numels = [len(each.owned) for each in self.weights if stages == each.first]
-        numels += [each.layout.shard_numel for each in self.weights if stages == each.sums]
+        numels = [len(each.owned) for each in self.units if stages == each.first]
+        numels += [each.layout.shard_numel for each in self.units if stages == each.sums]
         return nbytes(widest(stages[0].format), max(numels))
 
     @cached_property
     def arena_bytes(self) -> int:
         """Bytes of the buffers of gathers and reductions."""
         relayed = 0
-        for stages in {leg for each in self.weights for leg in (each.first, each.sums) if leg}:
+        for stages in {leg for each in self.units for leg in (each.first, each.sums) if leg}:
             room, shards = self.message_room(stages), 1
             for at, stage in enumerate(stages):
                 shards *= stage.ranks
@@ -218,18 +218,16 @@ def plan_communication(
     first = {kind: unit for unit, kind in reversed([*enumerate(kinds)])}
     numbers = [first[kind] for kind in kinds]  # of kinds, because layouts take long to compare
     slots = tuple(_slots(numbers, orders, zero.prefetched_units if zero.zero_stage >= 3 else None))
-    units, slots_of = Counter(numbers), Counter(number for number, _ in {*zip(numbers, slots, strict=True)})
-    weights = tuple(
-        weight_plan(
-            zero, mesh, kind[0], compute_dtype, axes=kind[1], in_turn=slots_of[number] < units[number]
-        )
+    counts, slots_of = Counter(numbers), Counter(number for number, _ in {*zip(numbers, slots, strict=True)})
+    units = tuple(
+        unit_plan(zero, mesh, kind[0], compute_dtype, axes=kind[1], in_turn=slots_of[number] < counts[number])
         for kind, number in zip(kinds, numbers, strict=True)
     )
-    if any(each.residuals for each in weights):
+    if any(each.residuals for each in units):
         gradients = (*gradients[:-1], replace(gradients[-1], feedback=True))
     return CommunicationPlan(
         mesh=mesh,
-        weights=weights,
+        units=units,
         gradients=gradients,
         made=compute_dtype,
         gradient_dtype=gradient_dtype,

@@ -157,7 +157,7 @@ class ZeroEngine:
         if config.optimizer.optimizer_in_backward:
             from megatron_zpp.zero.optimizer_in_backward import StepInBackward
 
-            assert not any(weights.bring for weights in plan.weights)  # between ranks
+            assert not any(weights.bring for weights in plan.units)  # between ranks
             assert isinstance(self._optimizer, DeviceOptimizer)
             prefetcher, clip_grad = self.weights.prefetcher, config.optimizer.clip_grad
             self._in_backward = StepInBackward(

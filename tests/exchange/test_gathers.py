@@ -22,7 +22,7 @@ from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
-from megatron_zpp.zero.weight_plan import WeightPlan
+from megatron_zpp.zero.unit_plan import UnitPlan
 from tests.exchange.streams import GRIDS, Opened, Sizes, Watch, mesh_of
 from tests.zero.engines import layout_of, operations, this_device
 from tests.zero.ranks import on_ranks
@@ -87,7 +87,7 @@ class Held:
     """What a rank holds of one unit, and how a step fills it."""
 
     def __init__(self, opened: Opened, index: int, kernels: Operations) -> None:
-        self.plan, self._index, self._kernels = opened.communication.plan.weights[index], index, kernels
+        self.plan, self._index, self._kernels = opened.communication.plan.units[index], index, kernels
         self._legs, plan, device = opened.communication.legs[index], self.plan, this_device()
         self.full = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=device)
         self._own = {
@@ -144,7 +144,7 @@ class Held:
         return fill.run(target, self.full, after=brought) if plan.bring else brought
 
 
-def coded_as(master: Tensor, plan: WeightPlan) -> Tensor:
+def coded_as(master: Tensor, plan: UnitPlan) -> Tensor:
     """Weights in the format of the slot; those that are held as codes are bytes of any meaning here."""
     return (master * 50).to(torch.int8).view(torch.uint8) if plan.layout.coded else master.to(plan.dtype)
 

@@ -78,15 +78,15 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
     accumulated = [
         torch.full((plan.accumulator_numel(layout),), 7.0, device=device) for layout in plan.layouts
     ]
-    totals = [torch.full((len(each.owned),), 7.0, device=device) for each in plan.weights]
+    totals = [torch.full((len(each.owned),), 7.0, device=device) for each in plan.units]
     squares = [torch.full((layout.shard_numel // 256,), 7.0, device=device) for layout in plan.layouts]
-    shards = [within(each.shard, each.owned) for each in plan.weights]
+    shards = [within(each.shard, each.owned) for each in plan.units]
     expected = SentBytes()
     for micro_batch in range(case.micro_batches):
         last, only = micro_batch == case.micro_batches - 1, case.micro_batches == 1
         under_way, sent = [], []
         for unit, layout in enumerate(plan.layouts):
-            weights = plan.weights[unit]
+            weights = plan.units[unit]
             if weights.sums and weights.sums[0].codes:  # tests/zero/test_inside_nodes.py has these
                 weights = replace(weights, sums=())
             expected += plan.reduced(weights, case.micro_batches, last=last)

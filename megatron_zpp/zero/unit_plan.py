@@ -23,7 +23,7 @@ from megatron_zpp.placement import Layout
 
 
 @dataclass(frozen=True)
-class WeightPlan:
+class UnitPlan:
     """How the weights of units of one layout travel, and what a rank holds of them.
 
     The states of the optimizer are cut over `axes`: all axes of the layout; none at stage 0, where every rank
@@ -156,7 +156,7 @@ class WeightPlan:
         return sent((*self.bring, *self.fill), self.layout, self.mesh, count=count, held=held)
 
 
-def weight_plan(
+def unit_plan(
     zero: ZeroConfig,
     mesh: Mesh,
     layout: Layout,
@@ -164,7 +164,7 @@ def weight_plan(
     *,
     axes: tuple[Axis, ...],
     in_turn: bool,
-) -> WeightPlan:
+) -> UnitPlan:
     """The plan of units of a layout; `compute_dtype` is what weights are read in if they are not codes."""
     dtype = torch.uint8 if layout.coded else compute_dtype
     if layout.coded and not zero.sends_differences:  # codes travel as they are
@@ -174,4 +174,4 @@ def weight_plan(
     for leg in (route[:kept], route[kept:]):  # whose stages run one after the other
         assert len({(stage.verb, stage.format, stage.when) for stage in leg}) <= 1, route
     sums = sum_route(zero, mesh, axes, of_matrices=bool(layout.hull(of_matrices=True)))
-    return WeightPlan(layout, mesh, axes, sums, route[:kept], route[kept:], dtype, in_turn)
+    return UnitPlan(layout, mesh, axes, sums, route[:kept], route[kept:], dtype, in_turn)
