@@ -260,15 +260,20 @@ class Job:
         return self.communication.sums_gradients(self.micro_batches, accepts_16bit=accepts_16bit)
 
     @property
+    def reduced(self) -> UnitPlan:
+        """The plan of a trained unit; the gradients of all others travel alike."""
+        return self.communication.trained[0]
+
+    @property
     def reduces_as_made(self) -> bool:
         """Whether gradients are reduced during the backward, before any sum over micro-batches."""
-        every = self.communication.every_micro_batch
+        every = self.reduced.every_micro_batch
         return self.sums_gradients and (every or self.micro_batches == 1)
 
     @property
     def returns_squared_norms(self) -> bool:
         """Whether reductions compute the squares for the norm, which then needs no further pass."""
-        return self.sums_gradients and not self.communication.quantizes_gradients
+        return self.sums_gradients and not self.reduced.quantizes_gradients
 
 
 _PARTS = {"nodes", "local", "context", "tensor", "units", "block", "precision"}  # on which layouts depend

@@ -128,23 +128,19 @@ def _visit(prefetcher: Prefetcher, job: Job, forward: bool) -> None:
 
 def _reduced(job: Job, units: Counter[int], last: bool) -> SentBytes:
     """Bytes that all ranks send to reduce these units in one micro-batch, a step's `last` or another one."""
-    return _by_all_ranks(
-        job, units, lambda plan, weights: plan.reduced(weights, job.micro_batches, last=last)
-    )
+    return _by_all_ranks(job, units, lambda weights: weights.reduced(job.micro_batches, last=last))
 
 
 def _gathered(job: Job, gathers: _Gathers) -> SentBytes:
     """Bytes that all ranks send for these gathers."""
-    brought = _by_all_ranks(job, gathers.brought, lambda _, weights: weights.brought)
-    return brought + _by_all_ranks(job, gathers.filled, lambda _, weights: weights.filled)
+    brought = _by_all_ranks(job, gathers.brought, lambda weights: weights.brought)
+    return brought + _by_all_ranks(job, gathers.filled, lambda weights: weights.filled)
 
 
-def _by_all_ranks(
-    job: Job, units: Counter[int], sent: Callable[[CommunicationPlan, UnitPlan], SentBytes]
-) -> SentBytes:
+def _by_all_ranks(job: Job, units: Counter[int], sent: Callable[[UnitPlan], SentBytes]) -> SentBytes:
     """The sum over all ranks of what one sends for each of these units, as often as they are counted."""
     of_a_node = (
-        sent(plan, weights) * times
+        sent(weights) * times
         for plan in job.node_communication
         for weights, times in _alike(job, plan, units)
     )
