@@ -3,8 +3,10 @@
 Also what ranks send and allocate beside the plan, and what runs beside what.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from megatron_zpp.exchange.sums import TORCH_SUMS
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.placement import Layout, within
+from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.unit_plan import UnitPlan
 from tests.exchange.streams import GRIDS, Opened, Sizes, Watch, mesh_of
 from tests.exchange.sums_of_units import (
@@ -214,6 +217,22 @@ def test_a_sum_is_made_beside_two_exchanges_between_nodes(sizes: Sizes, case: Ca
     nodes, local, _ = sizes
     for rank in on_ranks(nodes * local, held_up, sizes, case):
         assert rank == (True, 0, True)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_streams_and_rooms_do_not_depend_on_which_unit_is_first(order: int) -> None:
+    """There are as many lanes as the plan has room for, also if the first unit to use a link needs fewer."""
+    made, allocated = Counter[tuple[int, ...]](), list[int]()
+
+    def stream(ranks: Sequence[int]) -> Mock:
+        made[tuple(ranks)] += 1
+        return Mock(zeros=lambda numel, dtype: allocated.append(numel * dtype.itemsize), writes_peers=False)
+
+    plan = Case({}).plan(mesh_of((2, 2, 1)), copy_engines=False)
+    plan = replace(plan, units=plan.units[::order])
+    Communication(plan, stream, TORCH_SUMS)
+    assert sum(allocated) == plan.arena_bytes
+    assert made == {(0, 1): 2, (0, 2): 4}  # of weights, gradients in two lanes between nodes, and sums
 
 
 @given(coded, wides, meshes, st.sampled_from((1, 1024)))
