@@ -247,8 +247,8 @@ def _measured_model(preset: str = "1.3b", **changes: Any) -> ModelConfig:
 def counted_otherwise(job: Job) -> int:
     """Bytes that GPUs write for each other, negative: a plan has them, torch's count of a peak does not."""
     communication = job.communication
-    rooms = communication.rooms if communication.peer_writes and job.mesh.data_ranks > 1 else None
-    counted = 0 if rooms is None else sum(room.received for room in rooms.near)
+    rooms = communication.rooms.items() if job.mesh.data_ranks > 1 else ()
+    counted = sum(room.received for by, its in rooms if communication.peer_writes(by) for room in its.near)
     if job.overlapped:
         counted += region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
     return -counted

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megatron_zpp.mesh import Mesh as Mesh
     from megatron_zpp.model.gpt import GPT as GPT
     from megatron_zpp.ops.library import load_operations as load_operations
+    from megatron_zpp.placement import Split as Split
     from megatron_zpp.train.schedule.learning_rate import LearningRate as LearningRate
     from megatron_zpp.zero.engine import StepResult as StepResult
     from megatron_zpp.zero.optimizer import ShardSegment as ShardSegment
@@ -34,6 +35,7 @@ _MODULES = {
     "OptimizerConfig": "config.optimizer",
     "PrecisionConfig": "config.optimizer",
     "ShardSegment": "zero.optimizer",
+    "Split": "placement",
     "StepResult": "zero.engine",
     "Topology": "distributed.topology",
     "UpdateRule": "zero.optimizer",

@@ -24,6 +24,11 @@ class Axis:
     stride: int
     size: int
 
+    @property
+    def ranks(self) -> range:
+        """Those along the axis, from rank 0 on."""
+        return range(0, self.stride * self.size, self.stride)
+
     def index(self, rank: int) -> int:
         """The place of `rank` along the axis."""
         return rank // self.stride % self.size
@@ -36,6 +41,21 @@ class Axis:
         if inner < 1 or self.size % inner:
             raise ValueError(f"an axis of {self.size} ranks has no groups of {inner}")
         return Axis(self.stride * inner, self.size // inner), Axis(self.stride, inner)
+
+    def without(self, other: "Axis") -> "Axis":
+        """The axis of those ranks along this one that have one place along `other`.
+
+        Raises ValueError if they are no axis.
+        """
+        end = self.stride * self.size
+        first, stop = max(self.stride, other.stride), min(end, other.stride * other.size)
+        if first >= stop:
+            return self
+        if first == self.stride and end % stop == stop % self.stride == 0:
+            return Axis(stop, end // stop)
+        if stop == end and end % first == first % self.stride == 0:
+            return Axis(self.stride, first // self.stride)
+        raise ValueError(f"{self} is not cut evenly along {other}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +149,15 @@ class Mesh:
         to reorder anything.
         """
         return self.replicas, self.node
+
+    def shards_beside(self, split: Axis) -> tuple[Axis, ...]:
+        """`shards`, of ranks that have the same part of what is split along an axis.
+
+        Raises ValueError for what is no axis of this mesh, and no part or product of its axes.
+        """
+        if min(split.stride, split.size) < 1 or self.world_size % (split.stride * split.size):
+            raise ValueError(f"{split} is no axis of {' × '.join(map(str, self.sizes))} ranks")
+        return tuple(axis.without(split) for axis in self.shards)
 
     @property
     def shard_ranks(self) -> int:

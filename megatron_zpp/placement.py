@@ -68,6 +68,10 @@ class Placement:
             shape[self.split.dim] //= self.split.axis.size
         return tuple(shape)
 
+    def shards(self, mesh: Mesh) -> tuple[Axis, ...]:
+        """The axes of the ranks that share its states, because they have the same part of it."""
+        return mesh.shards if self.split is None else mesh.shards_beside(self.split.axis)
+
     def parts(self, rank: int) -> tuple[tuple[Box, Box], ...]:
         """Where each part of what a rank has is in an array of `local_shape`, and in the whole parameter."""
         return tuple(_parts(tuple(slice(0, side) for side in self.local_shape), self, rank))
@@ -107,9 +111,12 @@ class Piece:
 class Layout:
     """The parameters of a unit one after the other in a flat buffer, which is cut over `axes`.
 
-    `axes`: outermost first. Every parameter starts at a multiple of `alignment`. If that is the largest
-    quantisation block, no block holds elements of two parameters, whose magnitudes may differ. The end is
-    padded, so that any sizes fit any number of ranks. Gaps are zero and stay zero.
+    `axes`: one inside nodes and one between them: the shard axes of a mesh, or what is left of them where
+    parameters are split along shard axes. What is split along all of an axis leaves one rank of it.
+
+    Every parameter starts at a multiple of `alignment`. If that is the largest quantisation block, no block
+    holds elements of two parameters, whose magnitudes may differ. The end is padded, so that any sizes fit
+    any number of ranks. Gaps are zero and stay zero.
 
     Coded parameters come first. Then every element of the buffer stands for a byte of what is gathered. The
     other parameters of the unit, the wide ones, take two bytes each, so the buffer has a gap behind them that
@@ -131,6 +138,12 @@ class Layout:
     def coded(self) -> bool:
         """Whether some parameters are gathered as codes."""
         return any(placement.coded for placement in self.placements)
+
+    @cached_property
+    def different_ranks(self) -> range:
+        """The first ranks with each of the parts into which parameters are split; rank 0 if none is."""
+        splits = (placement.split.axis.ranks for placement in self.placements if placement.split is not None)
+        return max(splits, key=len, default=range(1))
 
     @cached_property
     def shards(self) -> int:

@@ -53,6 +53,25 @@ def test_two_nodes_of_four_ranks_that_share_layers_in_pairs() -> None:
     assert mesh.at(5).ranks(*mesh.samples) == (1, 3, 5, 7)
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_shards_beside_what_is_split_are_the_ranks_with_the_same_part(sizes: tuple[int, ...]) -> None:
+    """For every axis that begins at some stride: the shards of equal places, or it is refused."""
+    mesh = mesh_of(sizes)
+    strides = [stride for stride in range(1, mesh.world_size) if mesh.world_size % stride == 0]
+    for split in (Axis(stride, size) for stride in strides for size in range(2, mesh.world_size + 1)):
+        alike = [rank for rank in mesh.ranks(*mesh.shards) if split.index(rank) == 0]
+        try:
+            found = mesh.ranks(*mesh.shards_beside(split))
+        except ValueError:
+            continue
+        assert sorted(found) == sorted(alike)
+    for inner in (each for each in (1, 2, 4) if mesh.replicas.size % each == 0):
+        for split, left in (mesh.replicas.cut(inner), mesh.replicas.cut(inner)[::-1]):
+            assert [axis.size for axis in mesh.shards_beside(split)] == [left.size, mesh.nodes]
+    whole = Axis(mesh.replicas.stride, mesh.shard_ranks)
+    assert [axis.size for axis in mesh.shards_beside(whole)] == [1, 1]
+
+
 def test_what_is_no_mesh_and_no_part_of_an_axis_is_refused() -> None:
     with pytest.raises(ValueError, match="a mesh of 2 × 2 × 1 × 1 ranks has no rank 4"):
         Mesh(nodes=2, local_ranks=2, rank=4)

@@ -16,6 +16,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.mesh import Mesh
+from megatron_zpp.placement import Split
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS, is_residual
 from megatron_zpp.zero.read_guard import Unreadable
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside, key_of, module_of
@@ -149,6 +150,27 @@ def check_matrices(
             raise option_error("matrices", {name: rows}, "is frozen; omit it")
         if name in decoupled:
             raise option_error("decoupled", name, "Muon trains it, at the first learning rate; omit it")
+
+
+def check_splits(units: NamedUnits, splits: Mapping[str, Split], mesh: Mesh, *, given: bool) -> None:
+    """Raise ValueError unless `splits` are of parameters whose parts `mesh` has. `given`: `initialize` is."""
+    parameters = dict(pair for unit, part in distinct(units) for pair in part.named_parameters(unit))
+    _check_known("splits", splits, list(parameters), "parameter of the model's units")
+    for name, split in splits.items():
+        if not isinstance(split, Split):
+            raise option_error("splits", {name: split}, "must be a megatron_zpp.Split(dim, runs, axis)")
+        if not given:
+            raise option_error("splits", name, "the model has a part of it; give initialize for the whole")
+        shape, ranks = tuple(parameters[name].shape), split.axis.size
+        try:
+            mesh.shards_beside(split.axis)
+        except ValueError as error:
+            fix = f"{error}; give mesh.replicas, mesh.node or a part of them"
+            raise option_error("splits", {name: split}, fix) from None
+        rest = any(run < 1 or run % ranks for run in split.runs)
+        if rest or not 0 <= split.dim < len(shape) or sum(split.runs) != shape[split.dim] * ranks:
+            fix = f"has the shape {shape} on each of {ranks} ranks; runs must add up to {ranks} times a side"
+            raise option_error("splits", {name: split}, f"{fix}, each a multiple of {ranks}")
 
 
 def check_units(model: nn.Module, units: Sequence[Any]) -> None:

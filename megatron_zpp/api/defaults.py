@@ -1,7 +1,7 @@
 """What an engine asks of a model that does not say it: its units, and its initial values."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -54,13 +54,13 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def layer_matrices(
-    model: nn.Module, units: NamedUnits, optimizer: OptimizerConfig
+    model: nn.Module, units: NamedUnits, optimizer: OptimizerConfig, splits: Collection[str] = ()
 ) -> tuple[dict[str, tuple[int, ...]], list[str]]:
     """What Muon trains by default, by its name in `units` with its rows; names of other trained weights.
 
     The weights of nn.Linear in the layers, the modules of the longest ModuleLists: each is one matrix, unless
     `optimizer` splits a GPT's. None is a weight that is computed from others, or that another kind of module
-    or one outside of the layers has.
+    or one outside of the layers has, or of which ranks have parts: `splits`.
     """
     rows = trained_matrices(model.config, optimizer) if isinstance(model, GPT) else {}
     layers = {id(part) for modules in _longest(model) for part in modules.modules()}
@@ -78,7 +78,7 @@ def layer_matrices(
     matrices = {
         name: rows.get(name, (weight.shape[0],))
         for name, weight in weights.items()
-        if id(weight) in linear - elsewhere
+        if id(weight) in linear - elsewhere and name not in splits
     }
     return matrices, [name for name in weights if name not in matrices]
 

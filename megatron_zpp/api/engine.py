@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import count
+from types import MappingProxyType
 from typing import Any, ParamSpec
 
 import torch
@@ -32,12 +33,14 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.ops.operations import Operations
+from megatron_zpp.placement import Split
 from megatron_zpp.storage.checksums import OnProgress
 from megatron_zpp.storage.location import Location, location
 from megatron_zpp.zero import engine
 from megatron_zpp.zero.build import Initialize
 from megatron_zpp.zero.optimizer import UpdateRule
 from megatron_zpp.zero.reads import without_inner
+from megatron_zpp.zero.tensor_parallel import TensorShare
 
 _TIMEOUT = timedelta(minutes=10)  # without progress of any rank
 Parameters = ParamSpec("Parameters")
@@ -101,6 +104,8 @@ class ZeroEngine(engine.ZeroEngine):
     `optimizer` is the arithmetic of another optimizer than AdamW. `operations`: by default the kernels, on a
     GPU and where the config quantises. `matrices`: by default, with Muon, the weights of linear maps in the
     modules of the longest ModuleList, each whole but for a GPT's; a line says which others AdamW trains.
+    `splits`: parameters of which the model has this rank's part, by name. `initialize` fills the whole ones,
+    and what ranks exchange to compute with them is the model's.
 
     Raises ValueError, in one line, for a model or settings that the ranks cannot train.
     """
@@ -121,6 +126,7 @@ class ZeroEngine(engine.ZeroEngine):
         decoupled: Collection[str] = (),
         matrices: Mapping[str, tuple[int, ...]] | None = None,
         inside_nodes: Collection[str] = (),
+        splits: Mapping[str, Split] = MappingProxyType({}),
     ) -> None:
         mesh = mesh or Topology.from_environment(os.environ).mesh()
         config = config or EngineConfig()
@@ -141,8 +147,9 @@ class ZeroEngine(engine.ZeroEngine):
             decoupled=decoupled,
             inside_nodes=inside_nodes,
         )
+        checks.check_splits(listed, splits, mesh, given=initialize is not None)
         if matrices is None and config.optimizer.optimizer == "muon":
-            matrices, others = layer_matrices(model, listed, config.optimizer)
+            matrices, others = layer_matrices(model, listed, config.optimizer, splits)
             if mesh.rank == 0:
                 trains = f"Muon trains {counted(len(matrices), 'matrix', 'matrices')}"
                 say(f" {trains}, and AdamW {', '.join(others) or 'no others'}")
@@ -160,6 +167,7 @@ class ZeroEngine(engine.ZeroEngine):
             initialize=initialize,
             device=device,
             units=units,
+            share=TensorShare(splits=splits),
             rule=optimizer,
             operations=operations,
             timeout=timeout,

@@ -132,13 +132,14 @@ def load_state(
 def _gathered(engine: ZeroEngine, kind: str) -> dict[str, Tensor]:
     """One kind of states by the units' names, whole and on the CPU of rank 0; empty on other ranks."""
     mesh, found = engine.mesh, dict[str, Tensor]()
-    owners = owners_of(kind, mesh)
     shards_of, elements_of = engine.states.shards(kind), engine.states.shard_elements(kind)
     for unit, part, elements, every in zip(
         engine.units, shards_of, elements_of, engine.states.elements(kind), strict=True
     ):
         if not every:
             continue
+        axes = unit.layout.axes
+        owners = owners_of(kind, mesh, axes)
         numel = unit.layout.numel // len(owners)
         shards = [torch.zeros(numel, device=engine.device)]
         if mesh.rank in owners:
@@ -148,14 +149,14 @@ def _gathered(engine: ZeroEngine, kind: str) -> dict[str, Tensor]:
             own, count = shards[0], mesh.world_size if mesh.rank == 0 else 0
             shards = [torch.empty_like(own) for _ in range(count)]
             dist.gather(own, shards or None)
-        for tensor_rank in range(mesh.tensor_ranks if mesh.rank == 0 else 0):
-            flat = torch.cat([shards[owner] for owner in owners_of(kind, mesh.at(tensor_rank))]).cpu()
+        for rank in unit.layout.different_ranks if mesh.rank == 0 else ():
+            flat = torch.cat([shards[owner] for owner in owners_of(kind, mesh.at(rank), axes)]).cpu()
             for placement, offset in zip(unit.layout.placements, unit.layout.offsets, strict=True):
                 if not overlap(range(offset, offset + placement.numel), every):
                     continue
                 whole = found.setdefault(placement.name, torch.empty(placement.shape))
                 part = flat[offset : offset + placement.numel].view(placement.local_shape)
-                for here, there in placement.parts(tensor_rank):
+                for here, there in placement.parts(rank):
                     whole[there].copy_(part[here])
     return found
 

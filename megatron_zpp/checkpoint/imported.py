@@ -72,7 +72,7 @@ def write_imported(
         for piece in layout.pieces_in(range(layout.numel)):
             weight = read(piece.placement.name).flatten()
             flat[piece.at.start : piece.at.stop] = weight[piece.elements.start : piece.elements.stop]
-        units.append(describe_unit(layout))
+        units.append(describe_unit(layout, Mesh()))
     state = {
         "progress": asdict(Progress()),
         "with_optimizer": False,

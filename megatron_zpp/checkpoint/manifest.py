@@ -1,6 +1,6 @@
 """Writes and reads the manifest, which lists the files of a checkpoint, and the marker, written last.
 
-manifest.json   {"format_version": 6, 8 or 10, "files": {NAME: entry, …}}
+manifest.json   {"format_version": 6, 8, 10 or 11, "files": {NAME: entry, …}}
 COMMITTED       the SHA-256 of manifest.json in hexadecimal, and a newline
 
 An entry has the size of the file and the digest of its sidecar (storage/sidecar.py), which the rank that
@@ -24,10 +24,11 @@ from megatron_zpp.storage.sidecar import SidecarDigest
 FORMAT_VERSION = 6
 BUFFERS_VERSION = 8  # with buffers, or frozen units, which have no moments
 FORMS_VERSION = 10  # with states in fewer bytes than fp32
+AXES_VERSION = 11  # with units that are not sharded over all data and context ranks
 # In state.json, 2 has another name for dataset progress, 3 has no `nodes`, because rank r owned shard r, and
 # 4 has no `tensor`, because every rank had whole parameters. 5 has no sidecars. 7 has units of some rows of a
 # table, and 9 such rows that tensor ranks share; this program writes neither.
-READABLE_VERSIONS = (2, 3, 4, 5, 6, 7, 8, 9, 10)
+READABLE_VERSIONS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 Entry = SidecarDigest | Checksums
 _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
@@ -35,9 +36,12 @@ _MARKER_LIMIT = 65  # bytes: a SHA-256 in hexadecimal, and a newline
 
 def format_version(state: Mapping[str, Any]) -> int:
     """The oldest version of the format that can have the content `state` of state.json."""
+    units = state.get("units", ())
+    if any("axis" in entry.get("split", ()) for unit in units for entry in unit["parameters"].values()):
+        return AXES_VERSION
     if state.get("forms"):
         return FORMS_VERSION
-    if state.get("buffers") or any(unit.get("frozen") for unit in state.get("units", ())):
+    if state.get("buffers") or any(unit.get("frozen") for unit in units):
         return BUFFERS_VERSION
     return FORMAT_VERSION
 

@@ -1,6 +1,7 @@
 """Reads the elements of a checkpoint wherever its files have them, and checks all of their bytes."""
 
 import json
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -82,6 +83,7 @@ class CheckpointReader:
             self.units: list[dict[str, Any]] = self.state["units"]
             self.mesh = saved_mesh(self.state)
             self._shapes: dict[str, tuple[int, ...]] = {}  # of whole parameters
+            self._axes = [self.mesh.shards for _ in self.units]  # those of the layout of each
             self._places = self._find_places()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedFile(f"{path / STATE}: not the state of a run ({error!r:.400})") from None
@@ -91,8 +93,6 @@ class CheckpointReader:
             raise ValueError(f"{path}: holds iteration {held}, not {named}; {fix}")
         if self.mesh.world_size > len(self._entries):
             raise DamagedFile(f"{path}: its manifest does not name the files of {self.mesh.world_size} ranks")
-        self._tensor_ranks = self.mesh.ranks(self.mesh.tensor)
-        self._shards = len(self.mesh.ranks(*self.mesh.shards))
         self._files: dict[int, ShardFile] = {}
         self._recent = RecentChunks(_RECENT)
         threads = thread_count() if isinstance(path, Path) else _REQUESTS
@@ -176,14 +176,13 @@ class CheckpointReader:
             read_into = partial(self._read_into, kind, unit, offset)
             fill(target, piece, mesh.rank, placement, read_into, first_row=first_row, copy=copy)
 
-    def _read_into(
-        self, kind: str, unit: int, offset: int, tensor_rank: int, first: int, target: Tensor
-    ) -> None:
-        """Fill `target` with elements of a tensor rank's flat buffer of a unit, from offset + `first` on."""
-        owners = owners_of(kind, self.mesh.at(self._tensor_ranks[tensor_rank]))
-        shard = self.units[unit]["shard_numel"] * self._shards // len(owners)
+    def _read_into(self, kind: str, unit: int, offset: int, rank: int, first: int, target: Tensor) -> None:
+        """Fill `target` with elements of a rank's flat buffer of a unit, from offset + `first` on."""
+        owners = owners_of(kind, self.mesh.at(rank), self._axes[unit])
+        numel = self._numel(unit)
+        shard = numel // max(1, len(owners))  # a node may have none of what codes have lost
         wanted, held = range(offset + first, offset + first + len(target)), self._held(kind, unit)
-        if first < 0 or offset < 0 or wanted.stop > shard * len(owners):
+        if first < 0 or offset < 0 or wanted.stop > numel:
             raise DamagedFile(f"{self.path / STATE}: unit {unit} has no shard {len(owners)}")
         there = overlap(wanted, held)
         if len(there) < len(wanted):
@@ -223,8 +222,11 @@ class CheckpointReader:
         entry = self.units[unit]
         if entry.get("frozen") and kind not in (WEIGHTS, REFERENCE):
             return range(0)
-        numel = entry["shard_numel"] * self._shards
-        return range(*entry.get("states", {}).get(kind, (0, numel)))
+        return range(*entry.get("states", {}).get(kind, (0, self._numel(unit))))
+
+    def _numel(self, unit: int) -> int:
+        """Elements of the flat buffer of a unit."""
+        return self.units[unit]["shard_numel"] * math.prod(axis.size for axis in self._axes[unit])
 
     def _find_places(self) -> dict[str, list[_Place]]:
         """Where each parameter is."""
@@ -235,6 +237,7 @@ class CheckpointReader:
                     raise ValueError(f"unit {index} has no elements {first!r} to {stop!r}")
             for name, entry in unit["parameters"].items():
                 placement, first_row = placement_of(name, entry, self.mesh.tensor_ranks)
+                self._axes[index] = placement.shards(self.mesh)
                 place = _Place(placement, first_row, index, entry["offset"])
                 places.setdefault(name, []).append(place)
                 self._shapes[name] = tuple(entry["shape"])

@@ -1,4 +1,4 @@
-"""Fills parts of parameters from the parts that a checkpoint has, for any two numbers of tensor ranks."""
+"""Fills parts of parameters from the parts that a checkpoint has, whichever ranks have parts."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from megatron_zpp.placement import Box, Piece, Placement, within
 
 MOST_ELEMENTS = 1 << 24  # of rows read at once: 64 MiB, 16 chunks of a file
 
-# Fills the target (n,) with elements of what a saved tensor rank has, from the element of that number on.
+# Fills the target (n,) with elements of what a saved rank has, from the element of that number on.
 ReadInto = Callable[[int, int, Tensor], None]
 
 
@@ -34,7 +34,7 @@ def fill(
     rank `copy` is read. Where columns are wanted, whole rows are read, at most `most` elements at once, or
     one row.
     """
-    ranks = (copy,) if saved.split is None else range(saved.split.axis.size)
+    ranks = (copy,) if saved.split is None else saved.split.axis.ranks
     parts = [
         (saved_rank, there, _from_row(first_row, had))
         for saved_rank in ranks

@@ -17,6 +17,8 @@ state.json contains the rest:
              parameter, `offset` of a tensor rank's part, and `split` into parts, if it is (`Split`). In
              versions 7, 9 and 10 several units may have blocks of rows of one table: each names the table,
              its whole `shape` and `split`, and `rows` has the block's first row and how many there are.
+             In version 11 a `split` may have the `axis`, [stride, size], of the ranks with the parts, which
+             are no tensor ranks then. The shards of the unit are those of ranks with equal parts.
              `frozen` units have no optimizer states. `states`: by kind, the first element of the unit and
              the one behind the last one that have it, if not all have
     row_moments/NAME   in rank 0's file, with NorMuon: the moments of a parameter's rows. Not in state.json
@@ -164,7 +166,8 @@ def formats_of_units(
 def placement_of(name: str, entry: Mapping[str, Any], tensor: int) -> tuple[Placement, int]:
     """Where a parameter of `units` is, or a block of its rows, and which row of the parameter is its first.
 
-    Raises ValueError, KeyError or TypeError for other values.
+    `tensor`: tensor ranks, which have the parts unless the split names others. Raises ValueError, KeyError or
+    TypeError for other values.
     """
     split, first_row = None, 0
     shape, runs = tuple(entry["shape"]), tuple(entry.get("split", {}).get("runs", ()))
@@ -173,7 +176,10 @@ def placement_of(name: str, entry: Mapping[str, Any], tensor: int) -> tuple[Plac
         whole = type(dim) is int and 0 <= dim < dims and sum(runs) == shape[dim]
         if not whole or not all(type(run) is int and run > 0 for run in runs):
             raise ValueError(f"not a split of {name} {shape}: {entry['split']!r}")
-        split = Split(dim, runs, Axis(1, tensor))
+        axis = Axis(*entry["split"].get("axis", (1, tensor)))
+        if any(type(side) is not int or side < 1 for side in (axis.stride, axis.size)):
+            raise ValueError(f"not the ranks of a split of {name}: {axis}")
+        split = Split(dim, runs, axis)
     if "rows" in entry:  # whose `split` is that of the whole parameter, and each rank has a part of the block
         first_row, count = entry["rows"]
         shape, split = (count, *shape[1:]), split and replace(split, runs=(count,))
@@ -190,7 +196,7 @@ def describe_buffers(engine: ZeroEngine) -> dict[str, dict[str, Any]]:
 
 def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
     """The offsets, whole shapes and splits of each unit's parameters, and the elements of its shards."""
-    described = [describe_unit(unit.layout) for unit in engine.units]
+    described = [describe_unit(unit.layout, engine.mesh) for unit in engine.units]
     for kind in engine.states.kinds:
         for unit, entry, elements in zip(engine.units, described, engine.states.elements(kind), strict=True):
             if not unit.frozen and elements != range(unit.layout.numel):
@@ -198,12 +204,14 @@ def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
     return described
 
 
-def describe_unit(layout: Layout) -> dict[str, Any]:
+def describe_unit(layout: Layout, mesh: Mesh) -> dict[str, Any]:
     """The same of one unit."""
     described: dict[str, dict[str, Any]] = {}
     for placement, offset in zip(layout.placements, layout.offsets, strict=True):
         entry = described[placement.name] = {"shape": list(placement.shape), "offset": offset}
         if placement.split is not None:
             entry["split"] = {"dim": placement.split.dim, "runs": list(placement.split.runs)}
+            if (axis := placement.split.axis) != mesh.tensor:
+                entry["split"]["axis"] = [axis.stride, axis.size]
     unit = {"shard_numel": layout.shard_numel, "parameters": described}
     return unit | {"frozen": True} if layout.frozen else unit

@@ -128,26 +128,27 @@ def check_routes(zero: ZeroConfig, mesh: Mesh) -> None:
 def weight_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequence[Axis]) -> Route:
     """How new weights of a unit reach the slots of all ranks; `dtype` is that of the compute.
 
-    `axes`: those over which the states of the unit are cut, all of `mesh.shards` or some.
+    `axes`: those over which the states of the unit are cut, both of its layout or the one inside nodes.
 
     With hpZ, groups are made of ranks of a node that are evenly spread over it: what the ranks between two of
     them own is contiguous, and is what each of them keeps.
     """
     format: Format = dtype
-    if zero.zero_quantized_weights and (mesh.node in axes or not zero.sends_differences):
+    differs = zero.sends_differences and axes[1:] != () and axes[1].size > 1
+    if zero.zero_quantized_weights and (differs or not zero.sends_differences):
         format = code_format(zero.zero_quantized_weights_format, WEIGHT_BLOCK)
     use = When.USE if zero.zero_stage == 3 else When.STEP
-    differs = isinstance(format, LloydMaxFormat)
-    if not (differs or (zero.hpz and zero.zero_stage == 3 and mesh.node in axes)):
-        stages = [
-            Stage("gather", (axis,), format, use) for axis in (mesh.node, mesh.replicas) if axis in axes
-        ]
+    if not (differs or (zero.hpz and zero.zero_stage == 3 and len(axes) > 1)):
+        stages = [Stage("gather", (axis,), format, use) for axis in reversed(axes)]
         return _live(stages) or tuple(stages[-1:] if use is When.USE else [])
-    group = zero.hpz_ranks(mesh.replicas.size) if zero.zero_stage == 3 else mesh.replicas.size
-    members, between = mesh.replicas.cut(mesh.replicas.size // group)
+    inside, node = axes
+    group = inside.size
+    if zero.zero_stage == 3:
+        group = math.gcd(zero.hpz_ranks(mesh.replicas.size), group)
+    members, between = inside.cut(inside.size // group)
     verb: Literal["gather", "difference"] = "difference" if differs else "gather"
-    kept = [Stage(verb, (axis,), format, When.STEP) for axis in (mesh.node, between)]
-    rounded = kept[:1] if zero.zero_quantized_weights else []  # by one rank too, so that bits are the same
+    kept = [Stage(verb, (axis,), format, When.STEP) for axis in (node, between)]
+    rounded = kept[:1] if kept[0].codes else []  # by one rank too, so that bits are the same
     return *(_live(kept) or rounded), Stage("gather", (members,), dtype, use)
 
 
@@ -160,15 +161,21 @@ def kept_after(route: Route) -> int:
     return early if early < len(route) else sum(stage.verb == "difference" for stage in route)
 
 
-def gradient_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, *, in_bf16: bool) -> Route:
+def gradient_route(
+    zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequence[Axis], *, in_bf16: bool
+) -> Route:
     """How gradients are summed, to a shard on each rank; `dtype` is that in which they are made.
 
-    Their formats are the largest of any step: see `as_made`.
+    `axes`: those of the unit's layout, inside nodes and between them. Formats are the largest of any step:
+    see `as_made`.
     """
+    inside_node, node = axes
     group = zero.gradient_ranks(mesh.replicas.size)
+    if group is not None:
+        group = math.gcd(group, inside_node.size)
     whole = (group is None and zero.zero_stage < 2) or group == 1  # accumulates on every rank
     first, last = When.STEP if whole else When.MICRO_BATCH, When.STEP
-    if group is None or group == math.prod(axis.size for axis in mesh.shards):
+    if group is None or group == inside_node.size * node.size:
         last = first
     between: Format = torch.bfloat16 if in_bf16 else torch.float32
     inside: Format = between if whole else torch.bfloat16 if in_bf16 else dtype
@@ -176,34 +183,35 @@ def gradient_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, *, in_bf16:
         inside = between = gradient_format(zero)
         if zero.rotates_gradients:
             inside = QuantFormat("int8", GRADIENT_BLOCK)
-    places: Axis = mesh.replicas
+    places: Axis = inside_node
     stages = []
-    if group not in (None, 1, mesh.replicas.size):
-        groups, places = mesh.replicas.cut(group)
+    if group not in (None, 1, inside_node.size):
+        groups, places = inside_node.cut(group)
         stages = [Stage("reduce", (groups,), torch.float32, When.STEP)]
     stages = [
         Stage("reduce", (places,), inside, first),
         *stages,
-        Stage("reduce", (mesh.node,), between, last),
+        Stage("reduce", (node,), between, last),
     ]
-    if mesh.replicas.size == 1 and not zero.zero_quantized_gradients:
+    if inside_node.size == 1 and not zero.zero_quantized_gradients:
         stages[-1] = replace(stages[-1], format=inside)  # nothing has been summed before
     return _live(stages)
 
 
-def sum_route(zero: ZeroConfig, mesh: Mesh, axes: Sequence[Axis], *, of_matrices: bool) -> Route:
+def sum_route(zero: ZeroConfig, axes: Sequence[Axis], others: Sequence[Axis], *, of_matrices: bool) -> Route:
     """How the sums of gradients reach ranks that hold the same states, which are cut over `axes` alone.
+
+    `others`: the other axes of the layout.
 
     Between nodes that hold a unit by themselves they travel in the format of quantised gradients. Four bits
     have error feedback where the unit is `of_matrices`: Muon enlarges what codes do to small singular values.
     """
-    others = [axis for axis in (mesh.node, mesh.replicas) if axis not in axes]
     format: Format = torch.float32
     feedback = False
     if axes and zero.zero_quantized_gradients:
         format = gradient_format(zero)
         feedback = of_matrices and format.bits == 4
-    return _live([Stage("gather", (axis,), format, When.STEP, feedback) for axis in others])
+    return _live([Stage("gather", (axis,), format, When.STEP, feedback) for axis in reversed(others)])
 
 
 def gradient_format(zero: ZeroConfig) -> CodeFormat:

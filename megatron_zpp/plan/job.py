@@ -24,7 +24,7 @@ from megatron_zpp.zero.build import layouts_of
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.reads import Reads, reads_of
 from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare
-from megatron_zpp.zero.weight_plan import WeightPlan
+from megatron_zpp.zero.unit_plan import UnitPlan
 from megatron_zpp.zero.whole_matrices import MuonShare, muon_share
 
 
@@ -141,7 +141,7 @@ class Job:
         """What Muon has and does on each rank of node 0; nothing without Muon."""
         if not any(layout.hull(of_matrices=True) for layout in self.layouts):
             return []
-        units, steps = self.communication.weights, self.optimizer.muon_num_ns_steps
+        units, steps = self.communication.units, self.optimizer.muon_num_ns_steps
         ranks = self.mesh.ranks(*self.mesh.inside_node)
         return [muon_share(units, self.mesh.at(rank), steps) for rank in ranks]
 
@@ -224,15 +224,15 @@ class Job:
         meshes = [self.mesh.at(rank) for rank in self.mesh.ranks(self.mesh.replicas)]
         plan = self.communication
         return [
-            replace(plan, mesh=mesh, weights=tuple(replace(each, mesh=mesh) for each in plan.weights))
+            replace(plan, mesh=mesh, units=tuple(replace(each, mesh=mesh) for each in plan.units))
             for mesh in meshes
         ]
 
     @cached_property
     def kinds(self) -> list[int]:
         """For each unit, the first one whose weights travel alike."""
-        first: dict[WeightPlan, int] = {}
-        return [first.setdefault(weights, unit) for unit, weights in enumerate(self.communication.weights)]
+        first: dict[UnitPlan, int] = {}
+        return [first.setdefault(weights, unit) for unit, weights in enumerate(self.communication.units)]
 
     def varied(self, **changes: Any) -> "Job":
         """The job with other settings. What does not depend on them is computed for both at once.
@@ -251,7 +251,7 @@ class Job:
     @cached_property
     def owned(self) -> int:
         """Elements that the optimizer of a rank changes."""
-        return sum(len(weights.owned) for weights in self.communication.weights)
+        return sum(len(weights.owned) for weights in self.communication.units)
 
     @property
     def sums_gradients(self) -> bool:
@@ -260,15 +260,20 @@ class Job:
         return self.communication.sums_gradients(self.micro_batches, accepts_16bit=accepts_16bit)
 
     @property
+    def reduced(self) -> UnitPlan:
+        """The plan of a trained unit; the gradients of all others travel alike."""
+        return self.communication.trained[0]
+
+    @property
     def reduces_as_made(self) -> bool:
         """Whether gradients are reduced during the backward, before any sum over micro-batches."""
-        every = self.communication.every_micro_batch
+        every = self.reduced.every_micro_batch
         return self.sums_gradients and (every or self.micro_batches == 1)
 
     @property
     def returns_squared_norms(self) -> bool:
         """Whether reductions compute the squares for the norm, which then needs no further pass."""
-        return self.sums_gradients and not self.communication.quantizes_gradients
+        return self.sums_gradients and not self.reduced.quantizes_gradients
 
 
 _PARTS = {"nodes", "local", "context", "tensor", "units", "block", "precision"}  # on which layouts depend

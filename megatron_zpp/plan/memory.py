@@ -75,7 +75,7 @@ def memory_of(job: Job) -> Memory:
     if offloaded and differences:
         staged = 4 * owned
     elif offloaded and job.coded:  # a unit at a time, to be encoded
-        staged = 4 * max(len(weights.owned) for weights in communication.weights)
+        staged = 4 * max(len(weights.owned) for weights in communication.units)
     buffers = communication.arena_bytes
     if job.tensor > 1 and job.overlapped:  # what tensor ranks copy to each other
         buffers += region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
@@ -178,7 +178,7 @@ def _sent_bytes(job: Job) -> float:
 
     A gradient as it was made or, for a sum over micro-batches, its 16-bit copy or the shard that results.
     """
-    reduce_bytes = job.communication.gradient_dtype.itemsize
+    reduce_bytes = job.reduced.gradient_dtype.itemsize
     if job.reduces_as_made:
         return min(job.dtype.itemsize, reduce_bytes)
     if not job.sums_gradients:
@@ -195,8 +195,7 @@ def _gradients(job: Job, *, whole: bool) -> int:
         return job.dtype.itemsize * max(layout.numel for layout in job.layouts)
     if not job.sums_gradients:
         return job.dtype.itemsize * job.owned  # on one rank
-    plan = job.communication
-    accumulated = 4 * sum(map(plan.accumulator_numel, plan.trained))  # over micro-batches
+    accumulated = 4 * sum(each.accumulator_numel for each in job.communication.trained)  # over batches
     return accumulated if whole and accumulated else 4 * job.owned
 
 

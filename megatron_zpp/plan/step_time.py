@@ -177,12 +177,12 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
     elif weights := plan.weight_codes:
         nbytes += one.decoded * (weights.block_bytes / weights.block + itemsize)
     if not one.forward:
-        sent_bytes = plan.gradient_dtype.itemsize  # per element that travels in a dtype
+        sent_bytes = job.reduced.gradient_dtype.itemsize  # per element that travels in a dtype
         if job.micro_batches == 1:
             sent_bytes = min(sent_bytes, itemsize)
-        if not (plan.gradients and job.reduces_as_made):  # added to fp32 sums
+        if not (job.reduced.gradients and job.reduces_as_made):  # added to fp32 sums
             nbytes += one.summed * (itemsize + 8)
-        elif not plan.peer_writes:  # else they are sent from where they were made
+        elif not plan.peer_writes(job.reduced.gradients):  # else they are sent from where they were made
             nbytes += one.summed * (itemsize + sent_bytes)
         if one.reduced != SentBytes():
             nbytes += one.summed * _reduced_bytes(job, sent_bytes)
@@ -193,9 +193,8 @@ def _kernel_seconds(job: Job, machine: Machine, one: Pass) -> float:
 
 def _reduced_bytes(job: Job, sent_bytes: int) -> float:
     """Bytes per element of the whole gradient that a reduction reads and writes in memory."""
-    plan = job.communication
     nbytes = sent_bytes + 8 / job.mesh.shard_ranks
-    first, last = plan.gradients[0].format, plan.gradients[-1].format
+    first, last = job.reduced.gradients[0].format, job.reduced.gradients[-1].format
     if not isinstance(first, torch.dtype):
         nbytes += 2 * first.bytes_per_element
     elif _in_turn(job):
@@ -205,7 +204,7 @@ def _reduced_bytes(job: Job, sent_bytes: int) -> float:
 
 def _in_turn(job: Job) -> bool:
     """Whether the stages of a reduction run one after the other; those of qgZ overlap by chunk."""
-    return len(job.communication.gradients) > 1 and not job.communication.quantizes_gradients
+    return len(job.reduced.gradients) > 1 and not job.reduced.quantizes_gradients
 
 
 def _optimizer_seconds(job: Job, machine: Machine) -> float:

@@ -14,7 +14,7 @@ from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.plan.job import Job
 from megatron_zpp.zero.communication_plan import CommunicationPlan
 from megatron_zpp.zero.prefetch import Phase, Prefetcher
-from megatron_zpp.zero.weight_plan import WeightPlan
+from megatron_zpp.zero.unit_plan import UnitPlan
 
 _DIFFERENT = 3  # micro-batches whose gathers may differ: the first, one for all others, the last
 
@@ -51,7 +51,7 @@ def traffic_of(job: Job) -> list[Pass]:
     walked = min(job.micro_batches, _DIFFERENT)
     order = [(forward, index) for index in range(walked) for forward in (True, False)]
     plan, none = job.communication, SentBytes()
-    units = Counter(range(len(plan.weights)))
+    units = Counter(range(len(plan.units)))
     passes = []
     for (forward, index), gathers in zip(order, _gathers_of(job, order), strict=True):
         last = index == walked - 1
@@ -101,7 +101,7 @@ def _gathers_of(job: Job, order: list[tuple[bool, int]]) -> list[_Gathers]:
     for _ in range(2):  # the second step starts in the state that the first one left
         gathered, now = [], _Gathers()
         prefetcher.begin_step()
-        for index, weights in enumerate(plan.weights):
+        for index, weights in enumerate(plan.units):
             now.brought[index] += bool(weights.bring)
             prefetcher.updated(index)
         for forward, _index in order:
@@ -128,35 +128,31 @@ def _visit(prefetcher: Prefetcher, job: Job, forward: bool) -> None:
 
 def _reduced(job: Job, units: Counter[int], last: bool) -> SentBytes:
     """Bytes that all ranks send to reduce these units in one micro-batch, a step's `last` or another one."""
-    return _by_all_ranks(
-        job, units, lambda plan, weights: plan.reduced(weights, job.micro_batches, last=last)
-    )
+    return _by_all_ranks(job, units, lambda weights: weights.reduced(job.micro_batches, last=last))
 
 
 def _gathered(job: Job, gathers: _Gathers) -> SentBytes:
     """Bytes that all ranks send for these gathers."""
-    brought = _by_all_ranks(job, gathers.brought, lambda _, weights: weights.brought)
-    return brought + _by_all_ranks(job, gathers.filled, lambda _, weights: weights.filled)
+    brought = _by_all_ranks(job, gathers.brought, lambda weights: weights.brought)
+    return brought + _by_all_ranks(job, gathers.filled, lambda weights: weights.filled)
 
 
-def _by_all_ranks(
-    job: Job, units: Counter[int], sent: Callable[[CommunicationPlan, WeightPlan], SentBytes]
-) -> SentBytes:
+def _by_all_ranks(job: Job, units: Counter[int], sent: Callable[[UnitPlan], SentBytes]) -> SentBytes:
     """The sum over all ranks of what one sends for each of these units, as often as they are counted."""
     of_a_node = (
-        sent(plan, weights) * times
+        sent(weights) * times
         for plan in job.node_communication
         for weights, times in _alike(job, plan, units)
     )
     return sum(of_a_node, SentBytes()) * (job.nodes * job.tensor)
 
 
-def _alike(job: Job, plan: CommunicationPlan, units: Counter[int]) -> list[tuple[WeightPlan, int]]:
+def _alike(job: Job, plan: CommunicationPlan, units: Counter[int]) -> list[tuple[UnitPlan, int]]:
     """How often units of equal plans are gathered."""
     found: Counter[int] = Counter()
     for unit, times in units.items():
         found[job.kinds[unit]] += times
-    return [(plan.weights[kind], times) for kind, times in found.items() if times]
+    return [(plan.units[kind], times) for kind, times in found.items() if times]
 
 
 def _decoded(job: Job, gathers: _Gathers) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_zpp.config.engine import EngineConfig
+from megatron_zpp.config.options import option_error
 from megatron_zpp.exchange.rooms import Buffer
 from megatron_zpp.exchange.route import Route
 from megatron_zpp.mesh import Mesh
@@ -23,8 +24,8 @@ from megatron_zpp.zero.reads import (
     parts_of,
 )
 from megatron_zpp.zero.sharded_unit import Encoded, Residuals, Unit
+from megatron_zpp.zero.unit_plan import UnitPlan
 from megatron_zpp.zero.weight_codes import WeightEncoder
-from megatron_zpp.zero.weight_plan import WeightPlan
 
 Initialize = Callable[[str, Tensor], None]
 
@@ -52,7 +53,7 @@ def build_units(
         return whole
 
     slots: dict[int, Tensor] = {}
-    for slot, weights in zip(plan.slots, plan.weights, strict=True):
+    for slot, weights in zip(plan.slots, plan.units, strict=True):
         if slot not in slots and weights.fill:
             slots[slot] = communication.memory(weights.fill, weights.slot, at=-1)
         elif slot not in slots:
@@ -60,7 +61,7 @@ def build_units(
     units: list[Unit] = []
     parts = [parts_of(module) for _, module in modules]
     for (name, _), places, slot, weights in zip(
-        distinct(modules), plan.reads.places, plan.slots, plan.weights, strict=True
+        distinct(modules), plan.reads.places, plan.slots, plan.units, strict=True
     ):
         guard = ReadGuard(name or "the model", sum(len(unit.guard) for unit in units))
         parameters = _parameters(weights.layout, slots[slot], plan.made, codes)
@@ -91,7 +92,7 @@ def _make_empty_parameters(module: nn.Module, dtype: torch.dtype, device: torch.
 
 def _unit(
     number: int,
-    weights: WeightPlan,
+    weights: UnitPlan,
     full: Tensor,
     parameters: tuple[nn.Parameter, ...],
     guard: ReadGuard,
@@ -211,10 +212,13 @@ def layouts_of(
     """The layout of each module's parameters in its unit's flat buffer.
 
     `block`: elements of the largest quantisation block of the run; no two parameters share a block.
-    `splits`: how tensor ranks share parameters; modules have one rank's parts. `coded`: the parameters that
+    `splits`: how ranks share parameters; modules have one rank's parts. `coded`: the parameters that
     are held as codes, first in their units. `decoupled`: those with the second learning rate.
     `rate_factors`: of learning rate and epsilon, where they are not 1. `matrices`: those that Muon trains,
     and the rows of each matrix in them.
+
+    A unit is cut over the shard axes along which its parameters are not split. Raises ValueError if its
+    parameters differ in that, or Muon trains some.
     """
     layouts = []
     for unit, module in modules:
@@ -238,10 +242,18 @@ def layouts_of(
             )
         held = [placement.coded for placement in placements]
         assert held == sorted(held, reverse=True), f"{unit}: parameters that are held as codes come first"
+        axes = [each.shards(mesh) for each in placements] or [mesh.shards]
+        for each, its in zip(placements, axes, strict=False):
+            if its != axes[0]:
+                fix = "units() must list them as units of their own"
+                raise ValueError(f"{each.name}: is split among other ranks than {placements[0].name}; {fix}")
+            if each.matrices and its != mesh.shards:
+                fix = "is split among data ranks; omit it, and AdamW trains it"
+                raise option_error("matrices", each.name, fix)
         layouts.append(
             Layout(
                 placements=tuple(placements),
-                axes=mesh.shards,
+                axes=axes[0],
                 alignment=max(SHARD_MULTIPLE if any(held) else ALIGNMENT, block),
                 frozen=not any(parameter.requires_grad for parameter in module.parameters()),
             )

@@ -19,7 +19,7 @@ _WEIGHTS, _GRADIENTS, _SUMS, _MATRICES = "weights", "gradients", "sums", "matric
 
 
 class Legs(NamedTuple):
-    """What is gathered of a unit; see WeightPlan."""
+    """What is gathered of a unit; see UnitPlan."""
 
     sums: Leg
     bring: Leg
@@ -29,8 +29,8 @@ class Legs(NamedTuple):
 class Communication:
     """What a run's weights and gradients go through.
 
-    `legs` has those of each unit. `reduction` sums gradients to shards. Matrices that Muon trains come
-    together inside nodes on the stream `matrices`, None where there are none.
+    `legs` has those of each unit. `reductions` sum gradients to shards, by route. Matrices that Muon trains
+    come together inside nodes on the stream `matrices`, None where there are none.
     """
 
     def __init__(
@@ -49,15 +49,16 @@ class Communication:
                 self._leg(_WEIGHTS, each.bring),
                 self._leg(_WEIGHTS, each.fill),
             )
-            for each in plan.weights
+            for each in plan.units
         ]
-        route = plan.gradients
-        streams = [self._streams_of(_GRADIENTS, route, at) for at in range(len(route))]
-        if not route:
-            streams = [self._streams.setdefault((_GRADIENTS, ()), [make_comm_stream([plan.mesh.rank])])]
-        self.reduction = Reduction(route, plan.trained, plan.mesh, streams, operations, plan.made)
+        self.reductions: dict[Route, Reduction] = {}
+        for route, layouts in plan.reductions.items():
+            streams = [self._streams_of(_GRADIENTS, route, at) for at in range(len(route))]
+            if not route:
+                streams = [self._streams.setdefault((_GRADIENTS, ()), [make_comm_stream([plan.mesh.rank])])]
+            self.reductions[route] = Reduction(route, layouts, plan.mesh, streams, operations, plan.made)
         self.matrices: CommStream | None = None
-        if any(layout.hull(of_matrices=True) for layout in plan.trained):
+        if any(each.layout.hull(of_matrices=True) for each in plan.trained):
             self.matrices = make_comm_stream(plan.mesh.ranks(*plan.mesh.inside_node))
             self._streams[_MATRICES, plan.mesh.inside_node] = [self.matrices]
 
@@ -79,11 +80,8 @@ class Communication:
 
     def _streams_of(self, what: str, route: Route, at: int) -> list[CommStream]:
         """The streams of a stage. Weights, gradients and sums do not share any, so that they overlap."""
-        stage = route[at]
-        key = what, stage.axes
-        if key not in self._streams:
-            ranks = self.plan.mesh.ranks(*stage.axes)
-            self._streams[key] = [
-                self._make_comm_stream(ranks) for _ in range(lanes(route, at, self.plan.mesh))
-            ]
-        return self._streams[key]
+        axes, count = route[at].axes, lanes(route, at, self.plan.mesh)
+        streams = self._streams.setdefault((what, axes), [])
+        while len(streams) < count:
+            streams.append(self._make_comm_stream(self.plan.mesh.ranks(*axes)))
+        return streams[:count]

@@ -16,44 +16,34 @@ import torch
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.exchange.rooms import (
     ReductionRooms,
-    accumulating,
     lanes,
     reduction_rooms,
     widest,
 )
 from megatron_zpp.exchange.route import (
     Route,
-    SentBytes,
-    When,
-    as_made,
-    axes_of,
-    gradient_route,
     nbytes,
-    sent,
 )
 from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.reads import Reads
-from megatron_zpp.zero.weight_plan import WeightPlan, weight_plan
+from megatron_zpp.zero.unit_plan import UnitPlan, unit_plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationPlan:
     """How the weights and gradients of this rank's run travel, and the memory that this takes.
 
-    `weights` and `slots` have an entry for each unit, in forward order. A slot is the buffer that holds a
+    `units` and `slots` have an entry for each unit, in forward order. A slot is the buffer that holds a
     unit's gathered parameters; units with equal slots have equal layouts and take turns. Units with equal
-    `reduction_slots` have one reduction under way at a time. `gradients` is the route of all trained units,
-    `made` the format in which a backward makes them, and `gradient_dtype` the largest one in which they enter
-    a reduction, or are encoded.
+    `reduction_slots` have one reduction under way at a time. `made` is the format in which a backward makes
+    gradients.
     """
 
     mesh: Mesh
-    weights: tuple[WeightPlan, ...]
-    gradients: Route
+    units: tuple[UnitPlan, ...]
     made: torch.dtype
-    gradient_dtype: torch.dtype
     copy_engines: bool  # whether these move what ranks of one node send
     prefetch: int  # units gathered ahead of the one that computes
     slots: tuple[int, ...]
@@ -63,17 +53,17 @@ class CommunicationPlan:
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """Those of all units."""
-        return tuple(each.layout for each in self.weights)
+        return tuple(each.layout for each in self.units)
 
     @cached_property
-    def trained(self) -> tuple[Layout, ...]:
-        """Those of units with gradients."""
-        return tuple(layout for layout in self.layouts if not layout.frozen)
+    def trained(self) -> tuple[UnitPlan, ...]:
+        """The plans of units with gradients."""
+        return tuple(each for each in self.units if not each.layout.frozen)
 
     @cached_property
     def weight_codes(self) -> QuantFormat | None:
         """The format of the messages that the optimizer writes; None where it writes weights."""
-        return next((each.codes for each in self.weights if each.codes is not None), None)
+        return next((each.codes for each in self.units if each.codes is not None), None)
 
     @cached_property
     def differences(self) -> LloydMaxFormat | None:
@@ -81,33 +71,12 @@ class CommunicationPlan:
 
         A few units have more bits in a few steps, see `DifferenceFormats`.
         """
-        return next((each.differences for each in self.weights if each.differences is not None), None)
+        return next((each.differences for each in self.units if each.differences is not None), None)
 
     @property
     def gathers_in_place(self) -> bool:
         """Whether the optimizer writes all of a unit into its slot, so that nothing has to be gathered."""
-        return not any(each.first for each in self.weights)
-
-    @cached_property
-    def every_micro_batch(self) -> bool:
-        """Whether gradients are summed over ranks after every backward; else once per step.
-
-        One rank alone adds up the micro-batches in the sum that the optimizer takes.
-        """
-        return not self.gradients or self.gradients[0].when is When.MICRO_BATCH
-
-    @cached_property
-    def quantizes_gradients(self) -> bool:
-        """Whether gradients travel as codes. Else the squares for the norm come with the sums."""
-        return any(stage.codes for stage in self.gradients)
-
-    def accumulator_numel(self, layout: Layout) -> int:
-        """Elements that this rank accumulates of a unit's gradient, beside what the optimizer takes."""
-        early = accumulating(self.gradients)
-        if self.every_micro_batch and not early:
-            return 0
-        cut = axes_of(self.gradients[:early])  # over which groups have summed
-        return sum(map(len, layout.ranges(self.mesh, cut)))
+        return not any(each.first for each in self.units)
 
     def sums_gradients(self, micro_batches: int, *, accepts_16bit: bool) -> bool:
         """Whether the optimizer takes fp32 sums, and not the gradients of a step's only micro-batch as made.
@@ -116,46 +85,44 @@ class CommunicationPlan:
         """
         return not (self.mesh.shard_ranks == 1 and micro_batches == 1 and accepts_16bit)
 
-    def reduced(self, unit: WeightPlan, micro_batches: int, *, last: bool) -> SentBytes:
-        """Bytes that this rank sends to reduce a unit in one micro-batch, a step's `last` one or not."""
-        route = as_made(self.gradients, self.made, micro_batches)
-        when = (When.MICRO_BATCH, When.STEP) if last else (When.MICRO_BATCH,)
-        stages = range(len(route))
-        sums = unit.summed if last else SentBytes()
-        count = [at for at in stages if route[at].when in when]
-        return sent(route, unit.layout, self.mesh, count=count) + sums
+    @cached_property
+    def reductions(self) -> dict[Route, list[Layout]]:
+        """The routes of gradients, and the layouts of the units that each has."""
+        found: dict[Route, list[Layout]] = {}
+        for each in self.trained:
+            found.setdefault(each.gradients, []).append(each.layout)
+        return found
 
-    @property
-    def peer_writes(self) -> bool:
+    def peer_writes(self, gradients: Route) -> bool:
         """Whether ranks write gradients into each other's memory: those of one node, in one stage."""
-        if not self.copy_engines or len(self.gradients) != 1 or self.quantizes_gradients:
+        if not self.copy_engines or len(gradients) != 1 or gradients[0].codes:
             return False
-        return self.mesh.share_a_node(self.mesh.ranks(*self.gradients[0].axes))
+        return self.mesh.share_a_node(self.mesh.ranks(*gradients[0].axes))
 
     @cached_property
-    def rooms(self) -> ReductionRooms | None:
-        """The buffers of reductions; None where nothing is sent."""
-        if not self.gradients:
-            return None
-        return reduction_rooms(
-            self.gradients, self.trained, self.mesh, self.made, peer_writes=self.peer_writes
-        )
+    def rooms(self) -> dict[Route, ReductionRooms]:
+        """The buffers of reductions by route, where something is sent."""
+        return {
+            route: reduction_rooms(route, layouts, self.mesh, self.made, peer_writes=self.peer_writes(route))
+            for route, layouts in self.reductions.items()
+            if route
+        }
 
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of slots, and of what this rank's gathers send where that is not a part of them."""
-        slots = {slot: each.slot for slot, each in zip(self.slots, self.weights, strict=True)}
-        return sum(slot.nbytes for slot in slots.values()) + sum(each.sent_bytes for each in self.weights)
+        slots = {slot: each.slot for slot, each in zip(self.slots, self.units, strict=True)}
+        return sum(slot.nbytes for slot in slots.values()) + sum(each.sent_bytes for each in self.units)
 
     @cached_property
     def kept_bytes(self) -> int:
         """Bytes of secondary shards, or of this rank's parts of the references."""
-        return sum(each.memory["kept"][1].nbytes for each in self.weights if "kept" in each.memory)
+        return sum(each.memory["kept"][1].nbytes for each in self.units if "kept" in each.memory)
 
     @property
     def residual_bytes(self) -> int:
         """Bytes of what codes have lost of gradients, where that is sent with later ones."""
-        return sum(residual.nbytes for each in self.weights for residual in each.residuals)
+        return sum(residual.nbytes for each in self.units for residual in each.residuals)
 
     def message_room(self, stages: Route) -> int:
         """Bytes of the largest message that this rank brings to these stages of weights or sums, in any step.
@@ -164,21 +131,21 @@ class CommunicationPlan:
         """
         if not stages or not stages[0].codes:
             return 0
-        numels = [len(each.owned) for each in self.weights if stages == each.first]
-        numels += [each.layout.shard_numel for each in self.weights if stages == each.sums]
+        numels = [len(each.owned) for each in self.units if stages == each.first]
+        numels += [each.layout.shard_numel for each in self.units if stages == each.sums]
         return nbytes(widest(stages[0].format), max(numels))
 
     @cached_property
     def arena_bytes(self) -> int:
         """Bytes of the buffers of gathers and reductions."""
         relayed = 0
-        for stages in {leg for each in self.weights for leg in (each.first, each.sums) if leg}:
+        for stages in {leg for each in self.units for leg in (each.first, each.sums) if leg}:
             room, shards = self.message_room(stages), 1
             for at, stage in enumerate(stages):
                 shards *= stage.ranks
                 turns = max(2 if at + 1 < len(stages) else 1, lanes(stages, at, self.mesh))
                 relayed += turns * shards * room
-        return relayed + (0 if self.rooms is None else self.rooms.nbytes)
+        return relayed + sum(rooms.nbytes for rooms in self.rooms.values())
 
 
 def plan_communication(
@@ -199,18 +166,12 @@ def plan_communication(
     the backward. `inside_nodes`: the units that each node holds by itself, beside those with matrices
     that Muon trains.
     """
-    zero = zero.among(layouts[0].shards)
     reads = reads or Reads(tuple((unit,) for unit in range(len(layouts))))
     forward, _ = orders = reads.orders
-    gradients = gradient_route(zero, mesh, compute_dtype, in_bf16=reduce_in_bf16)
-    gradient_dtype = compute_dtype
-    if gradients:
-        sums = torch.float32 if gradients[0].when is When.STEP else compute_dtype  # over micro-batches
-        gradient_dtype = torch.bfloat16 if reduce_in_bf16 else sums
     kinds = [
         (
             layout,
-            _cut(zero, mesh, inside=unit in inside_nodes or bool(layout.hull(of_matrices=True))),
+            _cut(zero, layout, inside=unit in inside_nodes or bool(layout.hull(of_matrices=True))),
             unit if unit in reads.around else None,
         )
         for unit, layout in enumerate(layouts)
@@ -218,21 +179,31 @@ def plan_communication(
     first = {kind: unit for unit, kind in reversed([*enumerate(kinds)])}
     numbers = [first[kind] for kind in kinds]  # of kinds, because layouts take long to compare
     slots = tuple(_slots(numbers, orders, zero.prefetched_units if zero.zero_stage >= 3 else None))
-    units, slots_of = Counter(numbers), Counter(number for number, _ in {*zip(numbers, slots, strict=True)})
-    weights = tuple(
-        weight_plan(
-            zero, mesh, kind[0], compute_dtype, axes=kind[1], in_turn=slots_of[number] < units[number]
+    counts = Counter(numbers)
+    slots_of = Counter(number for number, _ in {*zip(numbers, slots, strict=True)})
+    units = tuple(
+        unit_plan(
+            zero,
+            mesh,
+            layout,
+            compute_dtype,
+            axes=axes,
+            in_turn=slots_of[number] < counts[number],
+            reduce_in_bf16=reduce_in_bf16,
         )
-        for kind, number in zip(kinds, numbers, strict=True)
+        for (layout, axes, _), number in zip(kinds, numbers, strict=True)
     )
-    if any(each.residuals for each in weights):
-        gradients = (*gradients[:-1], replace(gradients[-1], feedback=True))
+    fed_back = {each.gradients for each in units if each.residuals}  # which other units may have too
+    units = tuple(
+        replace(each, gradients=(*route[:-1], replace(route[-1], feedback=True)))
+        if (route := each.gradients) in fed_back
+        else each
+        for each in units
+    )
     return CommunicationPlan(
         mesh=mesh,
-        weights=weights,
-        gradients=gradients,
+        units=units,
         made=compute_dtype,
-        gradient_dtype=gradient_dtype,
         copy_engines=copy_engines,
         prefetch=zero.prefetched_units,
         slots=slots,
@@ -241,13 +212,11 @@ def plan_communication(
     )
 
 
-def _cut(zero: ZeroConfig, mesh: Mesh, *, inside: bool) -> tuple[Axis, ...]:
+def _cut(zero: ZeroConfig, layout: Layout, *, inside: bool) -> tuple[Axis, ...]:
     """The axes over which the states of a unit are cut; `inside`: each node holds it by itself."""
     if zero.zero_stage == 0:
         return ()
-    if not inside or mesh.nodes == 1:  # axes of one rank are equal
-        return mesh.shards
-    return tuple(axis for axis in mesh.shards if axis != mesh.node)
+    return layout.axes[:1] if inside and layout.axes[1].size > 1 else layout.axes
 
 
 def _slots(

@@ -67,16 +67,16 @@ class ZeroEngine:
     Modules with the same parameters read one unit. `initialize(name, tensor)` fills a parameter,
     in fp32, or a buffer on the meta device. Parameters become views of flat memory on `device`, and this rank
     holds no more of them than the stage says. Those that do not require gradients are gathered, and not
-    trained. `share` says how the tensor ranks of `mesh` share the model, which has this rank's parts of its
-    parameters then. `rule` is the arithmetic of another optimizer than AdamW. `operations` has the kernels
-    for sums and optimizer steps; None: torch's. `sections` times the parts of a step. `say` gets a line if
-    copy engines were tried and cannot be used, and on rank 0 one that names the buffers which `initialize`
-    filled. Parameters whose names are `decoupled` have a learning rate of their own; `rate_factors`, by name,
-    multiply learning rate and epsilon of AdamW. With Muon, `matrices` are the parameters that it trains, by
-    name, and the rows of each matrix in them; their units are held inside nodes. The units `inside_nodes` are
-    sharded among the ranks of a node alone: each node holds them by itself, so their weights do not cross
-    nodes. `scaling` has the scales of 8-bit products if they follow from earlier steps. `codes` encodes the
-    weights that are held as codes, by these scales.
+    trained. `share` says of which parameters the model has this rank's part: tensor ranks have some, or other
+    ranks of `mesh`, and units are sharded over those that have the same. `rule` is the arithmetic of another
+    optimizer than AdamW. `operations` has the kernels for sums and optimizer steps; None: torch's. `sections`
+    times the parts of a step. `say` gets a line if copy engines were tried and cannot be used, and on rank 0
+    one that names the buffers which `initialize` filled. Parameters whose names are `decoupled` have a
+    learning rate of their own; `rate_factors`, by name, multiply learning rate and epsilon of AdamW. With
+    Muon, `matrices` are the parameters that it trains, by name, and the rows of each matrix in them; their
+    units are held inside nodes. The units `inside_nodes` are sharded among the ranks of a node alone: each
+    node holds them by itself, so their weights do not cross nodes. `scaling` has the scales of 8-bit products
+    if they follow from earlier steps. `codes` encodes the weights that are held as codes, by these scales.
 
     Raises ValueError for settings that these ranks cannot obey; api/checks.py refuses models that cannot be
     trained as they are. Passes raise RuntimeError where a parameter is read while its unit is not gathered,
@@ -157,7 +157,7 @@ class ZeroEngine:
         if config.optimizer.optimizer_in_backward:
             from megatron_zpp.zero.optimizer_in_backward import StepInBackward
 
-            assert not any(weights.bring for weights in plan.weights)  # between ranks
+            assert not any(weights.bring for weights in plan.units)  # between ranks
             assert isinstance(self._optimizer, DeviceOptimizer)
             prefetcher, clip_grad = self.weights.prefetcher, config.optimizer.clip_grad
             self._in_backward = StepInBackward(
@@ -190,7 +190,8 @@ class ZeroEngine:
         The loss is this rank's, a scalar on the device. Sums over ranks run behind the backward. A NaN or Inf
         of the loss becomes one of the gradients, which would not follow from every Inf.
 
-        `step` divides by micro-batches × ranks, together with the loss scale. A division before the backward
+        `step` divides by micro-batches × ranks with other tokens, together with the loss scale. A unit that
+        only some of these sum has gradients of the others' tokens already. A division before the backward
         would cancel the loss scale: with 8 micro-batches on 1,024 ranks a scale of 65536 would act as 8, and
         fp16 gradients would underflow. A division of the 16-bit gradients would lose the same bits. The sums
         cannot overflow without it, because fp16 gradients, at most 65504, are summed in fp32 or bf16, which

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from megatron_zpp.distributed.comm_stream import Pending, all_of
 from megatron_zpp.exchange.codecs import Codec, Feedback, Rotation, clear
 from megatron_zpp.exchange.reductions import Target
-from megatron_zpp.exchange.rooms import accumulating
 from megatron_zpp.exchange.route import nbytes
 from megatron_zpp.exchange.segments import GradSegment, segments_inside, segments_of
 from megatron_zpp.ops.formats import SQUARES_BLOCK, LloydMaxFormat
@@ -62,8 +61,8 @@ class Gradients:
         plan = communication.plan
         self._units = [unit for unit in units if not unit.frozen]
         self._operations = operations
-        self._reduction, self._plan = communication.reduction, plan
-        self._legs = communication.legs
+        self._reductions = {unit: communication.reductions[unit.plan.gradients] for unit in self._units}
+        self._slots, self._legs = plan.reduction_slots, communication.legs
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot
         self.consume: Callable[[Unit], None] = lambda unit: None
@@ -71,13 +70,10 @@ class Gradients:
         self.order = 0  # follows from this step's micro-batches, and the order in which units were sent in it
         self.unfinished = False  # a backward has begun and has not ended: it runs, or has raised
         self._iteration = 0
-        self._in_groups = accumulating(plan.gradients) > 0  # every micro-batch is summed in a group alone
-        self._rotates = bool(plan.gradients) and isinstance(plan.gradients[-1].format, LloydMaxFormat)
         self._feeds_back = any(unit.residuals for unit in units)
         self._owned_gaps = {unit: unit.layout.gaps_in(unit.owned) for unit in units}
         self._gaps = {unit: unit.layout.gaps_in(unit.plan.shard) for unit in units}
         self._whole_gaps = {unit: unit.layout.gaps_in(range(unit.layout.numel)) for unit in units}
-        self._accumulated_numel = [plan.accumulator_numel(unit.layout) for unit in units]
         self._share = share
         self._replicated = {unit: share.replicated(unit.layout) for unit in units}
         self.counted_elsewhere = {  # blocks of squares of a shard that another tensor rank counts
@@ -191,12 +187,12 @@ class Gradients:
             return
         if finish_sum is not None:
             finish_sum([produced[index] for index in replicated])
-        if last or self._plan.every_micro_batch:  # it is sent
+        if last or unit.plan.every_micro_batch:  # it is sent
             self.order = order_after(self.order, unit.number)
-        if reducing := self._reducing.get(self._plan.reduction_slots[unit.number]):
+        if reducing := self._reducing.get(self._slots[unit.number]):
             reducing.grad.wait()  # so that no more than two units of a layout keep what they send
-        if only or self._plan.every_micro_batch:
-            dtype = self._plan.gradient_dtype
+        if only or unit.plan.every_micro_batch:
+            dtype = unit.plan.gradient_dtype
             if produced[0].itemsize > dtype.itemsize:
                 produced = [gradient.to(dtype) for gradient in produced]
             self._reduce(unit, segments_of(unit.layout, produced, _SENT_FROM_THERE))
@@ -211,7 +207,7 @@ class Gradients:
         if last:
             assert unit.grad.accumulated is not None
             whole = unit.grad.accumulated
-            sent = (GradSegment(0, whole.to(self._plan.gradient_dtype)),)
+            sent = (GradSegment(0, whole.to(unit.plan.gradient_dtype)),)
             total = whole if len(unit.owned) == unit.layout.numel else None
             unit.grad.accumulated, unit.grad.views = None, []
             del whole  # if a 16-bit copy is sent instead, the reduction's sum can take its memory
@@ -223,13 +219,13 @@ class Gradients:
         Those of a group add to what it has accumulated in this step. The others run in the last micro-batch,
         or if none accumulates in each, and add to the sum of earlier ones.
         """
-        plan, reduction, grad, device = self._plan, self._reduction, unit.grad, sent[0].flat.device
-        self._reducing[plan.reduction_slots[unit.number]] = unit
+        plan, reduction, grad, device = unit.plan, self._reductions[unit], unit.grad, sent[0].flat.device
+        self._reducing[self._slots[unit.number]] = unit
         begun, accumulated = list[Pending](), None
-        if self._in_groups and not (self._first and self._last and reduction.at_once):
+        if plan.in_groups and not (self._first and self._last and reduction.at_once):
             accumulated = grad.accumulated
             if accumulated is None:
-                accumulated = torch.empty(self._accumulated_numel[unit.number], device=device)
+                accumulated = torch.empty(plan.accumulator_numel, device=device)
             begun.append(reduction.accumulate(sent, accumulated, add=not self._first))
             if not self._last:
                 grad.reduce(begun[0], sent, None, accumulated=accumulated)
@@ -259,7 +255,7 @@ class Gradients:
             lost = unit.residuals.sent.view(-1, unit.layout.shard_numel)
             feedback = Feedback(lost, self._divisor, self._owned_gaps[unit])
         rotation = None
-        if self._rotates:  # between nodes, otherwise in each step
+        if unit.plan.rotates_gradients:  # between nodes, otherwise in each step
             signs = Signs(SIGNS_SEED, unit.number, self._iteration)
             rotation = Rotation(signs, self._gaps[unit])
         return Target(total[unit.shard], add, squares, rotation, feedback)

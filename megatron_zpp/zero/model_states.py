@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_zpp.exchange.sums import sum_over_ranks
-from megatron_zpp.mesh import Mesh
+from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.placement import Placement, overlap, within
 from megatron_zpp.zero.held_states import MOMENTUM, WEIGHTS, HeldStates
 from megatron_zpp.zero.optimizer import Optimizer
@@ -41,12 +41,12 @@ def may_lack(kind: str) -> bool:
 
 
 @cache
-def owners_of(kind: str, mesh: Mesh) -> Sequence[int]:
-    """The ranks that have the equal parts of one of `kinds`, in their order; those of this tensor rank.
+def owners_of(kind: str, mesh: Mesh, axes: tuple[Axis, ...]) -> Sequence[int]:
+    """The ranks along the axes of a layout, which have the equal parts of one of `kinds`, in their order.
 
     Nodes have the residuals of what they sent by themselves; what ranks of other nodes have lies between.
     """
-    ranks = mesh.ranks(*mesh.shards)
+    ranks = mesh.ranks(*axes)
     if kind.startswith(SENT_RESIDUAL):
         return ranks[int(kind.removeprefix(SENT_RESIDUAL)) :: mesh.nodes]
     return ranks
@@ -116,8 +116,8 @@ class ModelStates:
         Frozen units have no optimizer states, and Muon has others for matrices than for the rest.
         """
         sent = kind.startswith(SENT_RESIDUAL)
-        absent = sent and self._mesh.rank not in owners_of(kind, self._mesh)
         for unit in self._units:
+            absent = sent and self._mesh.rank not in owners_of(kind, self._mesh, unit.layout.axes)
             whole = range(unit.layout.numel)
             if is_residual(kind) and not unit.residuals:
                 whole = range(0)
@@ -260,7 +260,7 @@ class ModelStates:
             tensors = [unit.residuals or Residuals(nothing, nothing) for unit in self._units]
             if kind == SUM_RESIDUAL:
                 return [HeldStates(kind, each.returned) for each in tensors]
-            here = self._mesh.rank in owners_of(kind, self._mesh)
+            here = self._mesh.rank in owners_of(kind, self._mesh, self._mesh.shards)
             return [HeldStates(kind, each.sent if here else nothing) for each in tensors]
         states, none = iter(self._optimizer.states), HeldStates(kind, torch.empty(0))
         return [none if unit.frozen else next(states).get(kind, none) for unit in self._units]

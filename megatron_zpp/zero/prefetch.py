@@ -59,7 +59,7 @@ class Prefetcher:
     ) -> None:
         """The parameters of all units count as readable until `set_readable` is called."""
         self._gather, self._prefetch, self._sections = gather, plan.prefetch, sections
-        self._waits_for_kept = [bool(each.bring) for each in plan.weights]
+        self._waits_for_kept = [bool(each.bring) for each in plan.units]
         # Whether the optimizer writes weights into slots, which no units share.
         self.always_gathered = plan.gathers_in_place
         self._present: set[int] = set()  # else: units whose present weights are in slots, or under way
@@ -67,8 +67,8 @@ class Prefetcher:
         self._slots = [slots[slot] for slot in plan.slots]  # of each unit
         self._taken: set[_Slot] = set()  # in this step, by units whose new weights are gathered
         self._full = False  # nothing more is gathered before the forward
-        self._readable, self._set_readable = [True for _ in plan.weights], set_readable
-        for index in range(len(plan.weights)):
+        self._readable, self._set_readable = [True for _ in plan.units], set_readable
+        for index in range(len(plan.units)):
             self._allow_reads(index, self.always_gathered)
         self._phase, reads = Phase.FORWARD, plan.reads
         self._forward, self._backward = reads.orders

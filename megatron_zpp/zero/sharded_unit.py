@@ -50,7 +50,7 @@ from megatron_zpp.exchange.segments import GradSegment, segments_inside
 from megatron_zpp.placement import Layout, Placement, within
 from megatron_zpp.zero.held_states import WEIGHTS, HeldStates
 from megatron_zpp.zero.read_guard import ReadGuard
-from megatron_zpp.zero.weight_plan import WeightPlan
+from megatron_zpp.zero.unit_plan import UnitPlan
 
 
 class GradientState(Enum):
@@ -150,7 +150,7 @@ class Unit:
     number: int  # among all units, in forward order
     parameters: tuple[nn.Parameter, ...]
     layout: Layout
-    plan: WeightPlan
+    plan: UnitPlan
     full: Tensor
     master: Tensor
     gather_source: Tensor

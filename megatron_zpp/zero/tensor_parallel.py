@@ -10,14 +10,15 @@ from megatron_zpp.distributed.comm_stream import TrafficLedger
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.ops.formats import SQUARES_BLOCK
-from megatron_zpp.placement import Layout, Split, within
+from megatron_zpp.placement import Layout, Placement, Split, within
 
 
 @dataclass(frozen=True)
 class TensorShare:
-    """This rank's share of a model among `group`. Parameters that `splits` does not name are replicated.
+    """This rank's share of a model among `group`. Parameters that `splits` does not cut there are replicated.
 
-    `exchanges` are those of `ExchangeCounter`, in forward order of units.
+    `splits` may also cut parameters among data ranks, see `layouts_of`. `exchanges` are those of
+    `ExchangeCounter`, in forward order of units.
 
     Replicated parameters have the same bits on all ranks of the group: their gradients, of which each rank
     has the part of its own tokens or heads, are summed over the group before anything else happens to them.
@@ -36,7 +37,7 @@ class TensorShare:
         """Which parameters of a unit all ranks of the group have whole; none without a group."""
         if self.group is None:
             return ()
-        return tuple(index for index, each in enumerate(layout.placements) if each.split is None)
+        return tuple(index for index, each in enumerate(layout.placements) if self._replicates(each))
 
     def counted_elsewhere(self, layout: Layout, owned: range) -> list[range]:
         """The blocks of squares of the `owned` elements that another rank of the group counts."""
@@ -44,11 +45,16 @@ class TensorShare:
             return []
         found: list[range] = []
         for piece in layout.pieces_in(owned):
-            if piece.placement.split is None:
+            if self._replicates(piece.placement):
                 at = within(piece.at, owned)
                 start, stop = at.start // SQUARES_BLOCK, -(-at.stop // SQUARES_BLOCK)
                 found.append(range(found.pop().start if found and found[-1].stop == start else start, stop))
         return found
+
+    def _replicates(self, placement: Placement) -> bool:
+        """Whether all ranks of the group, which are next to each other, have the same of a parameter."""
+        assert self.group is not None
+        return placement.split is None or placement.split.axis.stride >= self.group.size
 
 
 def start_replicated_sum(group: TensorGroup, parts: list[Tensor]) -> Callable[[list[Tensor]], None]:

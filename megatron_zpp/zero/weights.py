@@ -165,11 +165,13 @@ class Weights:
                 self._bring(index)
             self.wait_for_brought(index)
         digests = torch.stack([_digest(self._units[index].reference) for index in units])  # (units,)
-        holders = self._units[units[0]].plan.holders
-        found = [torch.empty_like(digests) for _ in holders]
+        found = [torch.empty_like(digests) for _ in range(self._mesh.world_size)]
         dist.all_gather(found, digests)
         by_rank = torch.stack(found).cpu()
+        plans = {self._units[index].plan.bring: self._units[index].plan for index in units}
+        holders_of = {bring: plan.holders for bring, plan in plans.items()}
         for number, digest in enumerate(by_rank.T):
+            holders = holders_of[self._units[units[number]].plan.bring]
             ranks = [rank for rank, holder in enumerate(holders) if digest[rank] != digest[holder]]
             if ranks:
                 name = self._units[units[number]].names[0].rsplit(".", 1)[0]

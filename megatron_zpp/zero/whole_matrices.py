@@ -21,7 +21,7 @@ from megatron_zpp.distributed.comm_stream import CommStream, Pending
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import ALIGNMENT, Box, Layout, Placement, overlap, within
 from megatron_zpp.zero.newton_schulz import flops, working_numel
-from megatron_zpp.zero.weight_plan import WeightPlan
+from megatron_zpp.zero.unit_plan import UnitPlan
 
 _IMBALANCE = 1.05  # of the work of a round, at most, while there are more units to add
 _LEAST = 2**26  # elements of a round for each rank, while there are more
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     box: Box  # in the matrix
 
 
-def parts_of(matrix: Matrix, weights: WeightPlan, mesh: Mesh) -> Iterator[Part]:
+def parts_of(matrix: Matrix, weights: UnitPlan, mesh: Mesh) -> Iterator[Part]:
     """What the rank of `mesh` has of a matrix of a unit, in the order of its shard."""
     for piece in weights.layout.pieces(mesh, weights.axes):
         if piece.placement is not matrix.placement:
@@ -68,7 +68,7 @@ def parts_of(matrix: Matrix, weights: WeightPlan, mesh: Mesh) -> Iterator[Part]:
                     yield Part(elements, (within(rows, matrix.rows), there[1]))
 
 
-def _senders(matrix: Matrix, weights: WeightPlan, mesh: Mesh, owner: int) -> list[int]:
+def _senders(matrix: Matrix, weights: UnitPlan, mesh: Mesh, owner: int) -> list[int]:
     """The ranks of a node that bring a matrix together at `owner`: one of those with equal parts."""
     split = () if matrix.placement.split is None else (matrix.placement.split.axis,)
     alike = [axis for axis in mesh.inside_node if axis not in (*weights.axes, *split)]
@@ -125,7 +125,7 @@ class MuonShare(NamedTuple):
     rows: int  # moments of rows, if there are some
 
 
-def muon_share(units: Sequence[WeightPlan], mesh: Mesh, steps: int) -> MuonShare:
+def muon_share(units: Sequence[UnitPlan], mesh: Mesh, steps: int) -> MuonShare:
     """That of the rank of `mesh`, with so many steps of Newton-Schulz."""
     made = [
         Round(work, units, mesh, Room(torch.empty(2**60, dtype=torch.uint8, device="meta")))
@@ -177,9 +177,7 @@ class Round:
     `batches`: the matrices of the work of this one by shape, each (n, rows, columns).
     """
 
-    def __init__(
-        self, matrices: Sequence[Matrix], units: Sequence[WeightPlan], mesh: Mesh, room: Room
-    ) -> None:
+    def __init__(self, matrices: Sequence[Matrix], units: Sequence[UnitPlan], mesh: Mesh, room: Room) -> None:
         """`units` say how the states of each are cut."""
         ranks, self.room = mesh.ranks(*mesh.inside_node), room
         places_of_work, _ = balanced([matrix.cost for matrix in matrices], len(ranks))

@@ -47,12 +47,12 @@ class Opened:
         kind: Callable[..., CommStream] = CommStream
         if watch is not None:
             kind = partial(HeldStream, watch=watch)
-        elif plan.peer_writes and this_device().type == "cpu":
-            kind = SharedMemoryStream
+        shared = plan.copy_engines and watch is None and this_device().type == "cpu"
 
         def stream(ranks: Any) -> CommStream:
             engines = copy_engines(mesh)
-            made = kind(ranks, mesh, this_device(), self._ledger, None, copy_engines=engines)
+            its_kind = SharedMemoryStream if shared and mesh.share_a_node(ranks) else kind
+            made = its_kind(ranks, mesh, this_device(), self._ledger, None, copy_engines=engines)
             zeros, peer_buffers = made.zeros, made.peer_buffers
 
             def counted(numel: int, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import gcd
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ORACLE = Operations(reference, compiled=False)
 CHUNK = 256  # elements of a chunk at least: the second unit has three chunks per shard, of two sizes
 INSIDE = 2  # the unit that each node holds by itself
+OF_LOCAL, OF_NODES = 3, 4  # units of which each rank of a node, and each node, has other elements
 POISONED = 0  # the unit of which the last rank has a NaN in the last micro-batch
 SIGNS_SEED, ITERATION = 11, 5
 
@@ -105,16 +107,24 @@ def layouts(mesh: Mesh) -> list[Layout]:
     """Units with gaps: of a block per shard, of several chunks, and one that is hardly more than padding."""
     shards = mesh.nodes * mesh.local_ranks
     sizes = [(shards * 256 - 515, 300), (shards * 5 * 256 - 1027, 10, 700), (1,)]
+    sizes += [(mesh.nodes * 5 * 256 - 3,), (mesh.local_ranks * 5 * 256 - 3,)]
+    axes = {OF_LOCAL: mesh.shards_beside(mesh.replicas), OF_NODES: mesh.shards_beside(mesh.node)}
     return [
         Layout(
             placements=tuple(
                 Placement(name=str(i), shape=(max(size, 1),)) for i, size in enumerate(parameters)
             ),
-            axes=mesh.shards,
+            axes=axes.get(unit, mesh.shards),
             alignment=256,
         )
-        for parameters in sizes
+        for unit, parameters in enumerate(sizes)
     ]
+
+
+def sizes_of(unit: int, sizes: Sizes) -> Sizes:
+    """The nodes and ranks of a node that sum a unit."""
+    nodes, local, tensor = sizes
+    return 1 if unit == OF_NODES else nodes, 1 if unit == OF_LOCAL else local, tensor
 
 
 def gradient(case: Case, rank: int, unit: int, layout: Layout, micro_batch: int) -> Tensor:
@@ -133,8 +143,8 @@ class Expected:
     def __init__(self, case: Case, sizes: Sizes, unit: int) -> None:
         size, stage = case.config.zero_gradient_partition_size, case.config.zero_stage
         self._case, self._unit, self._layout = case, unit, layouts(mesh_of(sizes))[unit]
-        self._nodes, self._local, _ = nodes, local, _ = sizes
-        group = {"off": None, "auto": local}[size] if size in ("off", "auto") else int(size)
+        self._nodes, self._local, _ = nodes, local, _ = sizes_of(unit, sizes)
+        group = {"off": None, "auto": local}[size] if size in ("off", "auto") else gcd(int(size), local)
         self._whole = group == 1 or (group is None and stage < 2)  # sums over micro-batches first
         self._group = local if group in (None, 1) else group
         inside: Any = None  # as they are

@@ -5,6 +5,7 @@ Also what ranks send and allocate beside the plan, and what runs beside what.
 
 from dataclasses import replace
 from functools import partial
+from math import gcd, prod
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
-from megatron_zpp.zero.weight_plan import WeightPlan
+from megatron_zpp.zero.unit_plan import UnitPlan
 from tests.exchange.streams import GRIDS, Opened, Sizes, Watch, mesh_of
 from tests.zero.engines import layout_of, operations, this_device
 from tests.zero.ranks import on_ranks
@@ -47,20 +48,27 @@ CASES: dict[str, tuple[dict[str, Any], bool]] = {
     "delta4": (DELTA4 | HPZ, False),
     "delta4 of pairs": (DELTA4 | PAIRS, False),
 }
-UNITS, STEPS = 4, 3
+UNITS, STEPS = 6, 3
+OF_LOCAL, OF_NODES = 4, 5  # units of which each rank of a node, and each node, has other elements
+WITHOUT_NODES = {"stage 1, delta4": "stage 1", "delta4": "hpZ", "delta4 of pairs": "hpZ of pairs"}
 RAISED, SKIPPED = 2, 2  # the unit that travels in 8 bits in step 1, and a step that changes no weights
 ORACLE = Operations(reference, compiled=False)
 
 
 def plan_of(name: str, mesh: Mesh) -> CommunicationPlan:
-    """Of units that take turns in two slots, and one with a slot of its own."""
+    """Of units that take turns in two slots, one with a slot of its own, and two over other ranks."""
     flags, coded = CASES[name]
-    shards = mesh.nodes * mesh.local_ranks
-    numels = [shards * 1024] * (UNITS - 1) + [shards * 512 - 90]
+    axes = [mesh.shards] * OF_LOCAL + [mesh.shards_beside(axis) for axis in (mesh.replicas, mesh.node)]
+    shards = [prod(axis.size for axis in each) for each in axes]
+    numels = [each * 1024 for each in shards]
+    numels[OF_LOCAL - 1] = shards[0] * 512 - 90
     return plan_communication(
         ZeroConfig(**{"zero_stage": 3} | flags),
         mesh,
-        [layout_of(mesh, numel, alignment=256, coded=int(coded)) for numel in numels],
+        [
+            replace(layout_of(mesh, numel, alignment=256, coded=int(coded)), axes=over)
+            for numel, over in zip(numels, axes, strict=True)
+        ],
         compute_dtype=torch.bfloat16,
         reduce_in_bf16=False,
         copy_engines=False,
@@ -77,9 +85,10 @@ def possible(sizes: Sizes, every: int = 1) -> list[str]:
     ]
 
 
-def masters(tensor_rank: int, unit: int, layout: Layout, step: int) -> Tensor:
-    """The fp32 weights of a whole unit, of which each rank has its shard."""
-    generator = torch.Generator().manual_seed(1000 * min(step, SKIPPED - 1) + 100 * tensor_rank + unit)
+def masters(mesh: Mesh, unit: int, layout: Layout, step: int) -> Tensor:
+    """The fp32 weights of a whole unit, of which each rank along its axes has its shard."""
+    first = min(mesh.ranks(*layout.axes))
+    generator = torch.Generator().manual_seed(1000 * min(step, SKIPPED - 1) + 100 * first + unit)
     return torch.randn(layout.numel, generator=generator)
 
 
@@ -87,7 +96,7 @@ class Held:
     """What a rank holds of one unit, and how a step fills it."""
 
     def __init__(self, opened: Opened, index: int, kernels: Operations) -> None:
-        self.plan, self._index, self._kernels = opened.communication.plan.weights[index], index, kernels
+        self.plan, self._index, self._kernels = opened.communication.plan.units[index], index, kernels
         self._legs, plan, device = opened.communication.legs[index], self.plan, this_device()
         self.full = torch.zeros(plan.layout.numel, dtype=plan.dtype, device=device)
         self._own = {
@@ -144,7 +153,7 @@ class Held:
         return fill.run(target, self.full, after=brought) if plan.bring else brought
 
 
-def coded_as(master: Tensor, plan: WeightPlan) -> Tensor:
+def coded_as(master: Tensor, plan: UnitPlan) -> Tensor:
     """Weights in the format of the slot; those that are held as codes are bytes of any meaning here."""
     return (master * 50).to(torch.int8).view(torch.uint8) if plan.layout.coded else master.to(plan.dtype)
 
@@ -166,7 +175,7 @@ def steps(name: str, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
     units = [Held(opened, index, kernels) for index in range(UNITS)]
     for step in range(STEPS):
         shards = [
-            masters(mesh.index(mesh.tensor), index, layout, step)[layout.shard(mesh)].to(this_device())
+            masters(mesh, index, layout, step)[layout.shard(mesh)].to(this_device())
             for index, layout in enumerate(plan.layouts)
         ]
         pending = [unit.fill(shard, step) for unit, shard in zip(units, shards, strict=True)]
@@ -183,15 +192,16 @@ def raw(tensor: Tensor) -> bytes:
     return tensor.cpu().view(torch.uint8).numpy().tobytes()
 
 
-def whole_units(name: str, sizes: Sizes, tensor_rank: int) -> list[tuple[Tensor, Tensor]]:
+def whole_units(given: str, sizes: Sizes, rank: int) -> list[tuple[Tensor, Tensor]]:
     """What all ranks keep together, and the slot, of each unit after each step: without shards or a plan."""
-    flags, coded = CASES[name]
-    layouts = plan_of(name, mesh_of(sizes)).layouts
+    mesh = mesh_of(sizes, rank)
+    layouts = plan_of(given, mesh).layouts
     references = [torch.zeros(layout.numel) for layout in layouts]
     found = []
     for step in range(STEPS):
         for unit, layout in enumerate(layouts):
-            weights = masters(tensor_rank, unit, layout, step)
+            weights, (name, _) = masters(mesh, unit, layout, step), alike(unit, given, sizes)
+            flags, coded = CASES[name]
             if "delta4" in name:
                 difference_applied(references[unit], weights, step, raised=(unit, step) == (RAISED, 1))
                 kept = references[unit].clone()
@@ -227,13 +237,21 @@ def difference_applied(reference: Tensor, weights: Tensor, step: int, *, raised:
     ORACLE.add_difference(message[None], reference, format)
 
 
+def alike(unit: int, name: str, sizes: Sizes) -> tuple[str, Sizes]:
+    """The case, and sizes of a mesh, in which ordinary units travel as this one does."""
+    nodes, local, tensor = sizes
+    if unit == OF_NODES:
+        return WITHOUT_NODES.get(name, name), (1, local, tensor)
+    return name, (nodes, 1 if unit == OF_LOCAL else local, tensor)
+
+
 def kept_of(name: str, sizes: Sizes, place: int, whole: Tensor) -> Tensor:
     """What a rank, by its place in its node, keeps: groups of ranks that are evenly spaced have all of it.
 
     That is nothing where its own shard alone would be kept as it is.
     """
     flags, (nodes, local, _) = CASES[name][0], sizes
-    group = 2 if flags.get("zero_hpz_partition_size") == "2" else local
+    group = gcd(2, local) if flags.get("zero_hpz_partition_size") == "2" else local
     as_it_is = group == nodes * local and ("qwZ" not in name or group == 1)
     if as_it_is or not ("hpZ" in name or "delta4" in name):
         return whole[:0]
@@ -243,13 +261,12 @@ def kept_of(name: str, sizes: Sizes, place: int, whole: Tensor) -> Tensor:
 def check(grids: list[Sizes], ranks: list[list[list[list[bytes]]]], every: int = 1) -> None:
     """Every unit after every step on every rank."""
     for sizes, *by_rank in zip(grids, *ranks, strict=True):
-        _, local, tensor = sizes
         for name, *results in zip(possible(sizes, every), *by_rank, strict=True):
-            whole = [whole_units(name, sizes, tensor_rank) for tensor_rank in range(tensor)]
             for rank, found in enumerate(results):
-                place, tensor_rank = divmod(rank, tensor)
-                for at, (kept, full) in enumerate(whole[tensor_rank]):
-                    wanted = [raw(kept_of(name, sizes, place % local, kept)), raw(full)]
+                for at, (kept, full) in enumerate(whole_units(name, sizes, rank)):
+                    case, like = alike(at % UNITS, name, sizes)
+                    place = rank // like[2] % like[1]
+                    wanted = [raw(kept_of(case, like, place, kept)), raw(full)]
                     assert found[2 * at : 2 * at + 2] == wanted, (sizes, name, rank, at)
 
 

@@ -3,9 +3,10 @@
 Also what ranks send and allocate beside the plan, and what runs beside what.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -17,15 +18,14 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.exchange import route
 from megatron_zpp.exchange.codecs import Rotation, clear
 from megatron_zpp.exchange.reductions import Target
-from megatron_zpp.exchange.rooms import accumulating
 from megatron_zpp.exchange.route import SentBytes
 from megatron_zpp.exchange.segments import GradSegment, join, segments_inside, segments_of
 from megatron_zpp.exchange.sums import TORCH_SUMS
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.signs import Signs
 from megatron_zpp.placement import Layout, within
-from megatron_zpp.zero.communication_plan import CommunicationPlan
+from megatron_zpp.zero.communication import Communication
+from megatron_zpp.zero.unit_plan import UnitPlan
 from tests.exchange.streams import GRIDS, Opened, Sizes, Watch, mesh_of
 from tests.exchange.sums_of_units import (
     CHUNK,
@@ -40,6 +40,7 @@ from tests.exchange.sums_of_units import (
     gradient,
     layouts,
     possible,
+    sizes_of,
 )
 from tests.test_placement import coded, meshes, wides
 from tests.zero.engines import copy_engines, layout_of, operations, this_device
@@ -73,41 +74,40 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
     plan = case.plan(mesh, copy_engines=engines)
     kernels = operations() if case.kernels else TORCH_SUMS
     opened = Opened(plan, kernels, watch)
-    reduction, legs = opened.communication.reduction, opened.communication.legs
+    legs = opened.communication.legs
     whole = [torch.zeros(layout.numel, device=device) for layout in plan.layouts]
-    accumulated = [
-        torch.full((plan.accumulator_numel(layout),), 7.0, device=device) for layout in plan.layouts
-    ]
-    totals = [torch.full((len(each.owned),), 7.0, device=device) for each in plan.weights]
+    accumulated = [torch.full((each.accumulator_numel,), 7.0, device=device) for each in plan.units]
+    totals = [torch.full((len(each.owned),), 7.0, device=device) for each in plan.units]
     squares = [torch.full((layout.shard_numel // 256,), 7.0, device=device) for layout in plan.layouts]
-    shards = [within(each.shard, each.owned) for each in plan.weights]
+    shards = [within(each.shard, each.owned) for each in plan.units]
     expected = SentBytes()
     for micro_batch in range(case.micro_batches):
         last, only = micro_batch == case.micro_batches - 1, case.micro_batches == 1
         under_way, sent = [], []
         for unit, layout in enumerate(plan.layouts):
-            weights = plan.weights[unit]
+            weights = plan.units[unit]
+            reduction = opened.communication.reductions[weights.gradients]
             if weights.sums and weights.sums[0].codes:  # tests/zero/test_inside_nodes.py has these
                 weights = replace(weights, sums=())
-            expected += plan.reduced(weights, case.micro_batches, last=last)
+            expected += weights.reduced(case.micro_batches, last=last)
             flat = gradient(case, mesh.rank, unit, layout, micro_batch).to(device)
-            summed = not (only or plan.every_micro_batch)
+            summed = not (only or weights.every_micro_batch)
             if summed:
                 whole[unit] += flat
                 if not last:
                     continue
-                flat = whole[unit].to(plan.gradient_dtype)
+                flat = whole[unit].to(weights.gradient_dtype)
                 if len(totals[unit]) == len(flat):
                     totals[unit] = flat if flat.dtype == FP32 else whole[unit]  # the sum lies where it was
-            elif flat.itemsize > plan.gradient_dtype.itemsize:
-                flat = flat.to(plan.gradient_dtype)
+            elif flat.itemsize > weights.gradient_dtype.itemsize:
+                flat = flat.to(weights.gradient_dtype)
             parts = [GradSegment(0, flat)] if summed else in_parts(flat, unit)
             sent.append(parts)  # there until they are waited for
-            total, add = totals[unit], micro_batch > 0 and plan.every_micro_batch
+            total, add = totals[unit], micro_batch > 0 and weights.every_micro_batch
             shard = total[shards[unit]]
-            found = None if plan.quantizes_gradients else squares[unit]
-            target = Target(shard, add, found, rotation_of(plan, unit, layout))
-            if accumulating(plan.gradients) and not (only and reduction.at_once):
+            found = None if weights.quantizes_gradients else squares[unit]
+            target = Target(shard, add, found, rotation_of(weights, unit))
+            if weights.in_groups and not (only and reduction.at_once):
                 under_way.append(reduction.accumulate(parts, accumulated[unit], add=micro_batch > 0))
                 if not last:
                     continue
@@ -124,7 +124,9 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
             one.wait()
     sent_bytes = opened.close()
     assert sent_bytes == expected, (case, sent_bytes, expected)
-    for total, shard, found in () if plan.quantizes_gradients else zip(totals, shards, squares, strict=True):
+    for weights, total, shard, found in zip(plan.units, totals, shards, squares, strict=True):
+        if weights.quantizes_gradients:
+            continue
         its_squares = torch.empty_like(found)
         kernels.sum_squares(total[shard], its_squares)
         any_order = 0 if case.kernels else 2 * 256 * 2**-24  # torch's depends on how many sums there are
@@ -132,10 +134,10 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
     return [total.cpu().numpy().tobytes() for total in totals]
 
 
-def rotation_of(plan: CommunicationPlan, unit: int, layout: Layout) -> Rotation | None:
-    if not plan.gradients or not isinstance(plan.gradients[-1].format, LloydMaxFormat):
+def rotation_of(weights: UnitPlan, unit: int) -> Rotation | None:
+    if not weights.rotates_gradients:
         return None
-    return Rotation(Signs(SIGNS_SEED, unit, ITERATION), layout.gaps_in(layout.shard(plan.mesh)))
+    return Rotation(Signs(SIGNS_SEED, unit, ITERATION), weights.layout.gaps_in(weights.shard))
 
 
 # The error of a sum in its norm: of 24 and 8 bits, and of block codes with outliers of 30 times the others.
@@ -145,11 +147,16 @@ ERRORS = {"plain": 2e-6, "bf16": 2**-8, "int8": 0.04, "int4": 0.6, "rotated4": 0
 def check(grids: list[Sizes], ranks: list[list[list[list[bytes]]]], every: int = 1) -> None:
     """Every unit of every case on every rank: the expected bits, which are near the sum in fp64."""
     for sizes, *by_rank in zip(grids, *ranks, strict=True):
-        nodes, local, tensor = sizes
-        units = [*enumerate(layouts(mesh_of(sizes)))]
+        mesh, units = mesh_of(sizes), [*enumerate(layouts(mesh_of(sizes)))]
+        ranks_of = {  # what ranks sum together
+            unit: {mesh.at(rank).ranks(*layout.axes) for rank in range(mesh.world_size)}
+            for unit, layout in units
+        }
         for case, *results in zip(possible(sizes, every), *by_rank, strict=True):
-            for (unit, layout), tensor_rank in product(units, range(tensor)):
-                owners, batches = range(tensor_rank, len(results), tensor), range(case.micro_batches)
+            for unit, layout, owners in (
+                (*each, sorted(ranks)) for each in units for ranks in ranks_of[each[0]]
+            ):
+                (nodes, local, _), batches = sizes_of(unit, sizes), range(case.micro_batches)
                 made = [gradient(case, rank, unit, layout, each) for each in batches for rank in owners]
                 of_batches = torch.stack(made).view(len(batches), len(owners), -1)
                 total = Expected(case, sizes, unit).sum(of_batches)
@@ -210,6 +217,22 @@ def test_a_sum_is_made_beside_two_exchanges_between_nodes(sizes: Sizes, case: Ca
     nodes, local, _ = sizes
     for rank in on_ranks(nodes * local, held_up, sizes, case):
         assert rank == (True, 0, True)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_streams_and_rooms_do_not_depend_on_which_unit_is_first(order: int) -> None:
+    """There are as many lanes as the plan has room for, also if the first unit to use a link needs fewer."""
+    made, allocated = Counter[tuple[int, ...]](), list[int]()
+
+    def stream(ranks: Sequence[int]) -> Mock:
+        made[tuple(ranks)] += 1
+        return Mock(zeros=lambda numel, dtype: allocated.append(numel * dtype.itemsize), writes_peers=False)
+
+    plan = Case({}).plan(mesh_of((2, 2, 1)), copy_engines=False)
+    plan = replace(plan, units=plan.units[::order])
+    Communication(plan, stream, TORCH_SUMS)
+    assert sum(allocated) == plan.arena_bytes
+    assert made == {(0, 1): 2, (0, 2): 4}  # of weights, gradients in two lanes between nodes, and sums
 
 
 @given(coded, wides, meshes, st.sampled_from((1, 1024)))

@@ -115,9 +115,10 @@ def engine_of(
 
 def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
     """A copy of the whole weights, or of a moment, by name. Every rank must call it."""
-    mesh, states, owners = engine.mesh, {}, owners_of(kind, engine.mesh)
+    mesh, states = engine.mesh, {}
     parts, elements = engine.states.shards(kind), engine.states.shard_elements(kind)
     for unit, part, there in zip(engine.units, parts, elements, strict=True):
+        owners = owners_of(kind, mesh, unit.layout.axes)
         shard = torch.zeros(unit.layout.numel // len(owners), device=part.device)
         if mesh.rank in owners:
             first = owners.index(mesh.rank) * len(shard)
@@ -127,8 +128,8 @@ def states_of(engine: ZeroEngine, kind: str) -> dict[str, torch.Tensor]:
             dist.all_gather(shards, shard.to(engine.device))
         else:
             shards = [shard]
-        for rank in range(mesh.tensor_ranks):
-            flat = torch.cat([shards[owner] for owner in owners_of(kind, mesh.at(rank))])
+        for rank in {*range(mesh.tensor_ranks), *unit.layout.different_ranks}:
+            flat = torch.cat([shards[owner] for owner in owners_of(kind, mesh.at(rank), unit.layout.axes)])
             for placement, part in zip(unit.layout.placements, unit.views(flat), strict=True):
                 if placement.name not in states:
                     states[placement.name] = torch.full(placement.shape, torch.nan, device=flat.device)

@@ -90,7 +90,9 @@ def test_peer_writes_are_only_used_inside_one_node(more: dict[str, Any]) -> None
     """They need no buffer to send from."""
     for nodes, local in GRIDS:
         used, without = (plan_of(nodes, local, copy_engines=each, zero_stage=1, **more) for each in (1, 0))
-        assert used.peer_writes == (nodes == 1 < local and not more)
-        assert not without.peer_writes
-        sent = max(layout.numel for layout in used.layouts) * used.gradient_dtype.itemsize
-        assert without.arena_bytes - used.arena_bytes == (sent if used.peer_writes else 0)
+        ((route, layouts),) = used.reductions.items()
+        writes = used.peer_writes(route)
+        assert writes == (nodes == 1 < local and not more)
+        assert not without.peer_writes(route)
+        sent = max(layout.numel for layout in layouts) * used.units[0].gradient_dtype.itemsize
+        assert without.arena_bytes - used.arena_bytes == (sent if writes else 0)

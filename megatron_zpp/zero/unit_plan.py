@@ -1,4 +1,4 @@
-"""How the weights of a unit travel, and what a rank holds of them, as values."""
+"""How the weights and gradients of a unit travel, and what a rank holds of them, as values."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -6,11 +6,14 @@ from functools import cached_property
 import torch
 
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.exchange.rooms import Buffer, widest
+from megatron_zpp.exchange.rooms import Buffer, accumulating, widest
 from megatron_zpp.exchange.route import (
     Route,
     SentBytes,
+    When,
+    as_made,
     axes_of,
+    gradient_route,
     kept_after,
     nbytes,
     sent,
@@ -23,19 +26,24 @@ from megatron_zpp.placement import Layout
 
 
 @dataclass(frozen=True)
-class WeightPlan:
-    """How the weights of units of one layout travel, and what a rank holds of them.
+class UnitPlan:
+    """How the weights and gradients of units of one layout travel, and what a rank holds of them.
 
     The states of the optimizer are cut over `axes`: all axes of the layout; none at stage 0, where every rank
-    changes all weights; or those inside nodes, where each node holds the unit by itself. `sums` brings the
-    sums of gradients to ranks that hold the same states. `bring` runs once per step, after the update: it
-    fills what is kept on this rank. `fill` fills the slot, from what is kept if something is, whenever the
-    slot does not have the weights. All are legs; one that is empty does nothing.
+    changes all weights; or those inside nodes, where each node holds the unit by itself. A backward makes
+    gradients in the format `made`, and they enter a reduction, or are encoded, in `gradient_dtype` at most.
+    `gradients` sums them over the axes of the layout, and `sums` brings the sums to ranks that hold the same
+    states. `bring` runs once per step, after the update: it fills what is kept on this rank. `fill` fills the
+    slot, from what is kept if something is, whenever the slot does not have the weights. All but `gradients`
+    are legs; a route that is empty does nothing.
     """
 
     layout: Layout
     mesh: Mesh
     axes: tuple[Axis, ...]
+    made: torch.dtype
+    gradient_dtype: torch.dtype
+    gradients: Route
     sums: Route
     bring: Route
     fill: Route
@@ -52,6 +60,38 @@ class WeightPlan:
         """The elements that this rank's optimizer changes."""
         (owned,) = self.layout.ranges(self.mesh, self.axes)
         return owned
+
+    @cached_property
+    def every_micro_batch(self) -> bool:
+        """Whether gradients are summed over ranks after every backward; else once per step.
+
+        One rank alone adds up the micro-batches in the sum that the optimizer takes.
+        """
+        return not self.gradients or self.gradients[0].when is When.MICRO_BATCH
+
+    @cached_property
+    def in_groups(self) -> bool:
+        """Whether every micro-batch is summed in a group alone."""
+        return accumulating(self.gradients) > 0
+
+    @cached_property
+    def quantizes_gradients(self) -> bool:
+        """Whether gradients travel as codes. Else the squares for the norm come with the sums."""
+        return any(stage.codes for stage in self.gradients)
+
+    @cached_property
+    def rotates_gradients(self) -> bool:
+        """Whether gradients are rotated before they cross nodes."""
+        return bool(self.gradients) and isinstance(self.gradients[-1].format, LloydMaxFormat)
+
+    @cached_property
+    def accumulator_numel(self) -> int:
+        """Elements that this rank accumulates of the gradient, beside what the optimizer takes."""
+        early = accumulating(self.gradients)
+        if self.every_micro_batch and not early:
+            return 0
+        cut = axes_of(self.gradients[:early])  # over which groups have summed
+        return sum(map(len, self.layout.ranges(self.mesh, cut)))
 
     @property
     def first(self) -> Route:
@@ -146,17 +186,21 @@ class WeightPlan:
         """Bytes that this rank sends in `fill`."""
         return self._sent(range(len(self.bring), len(self.bring) + len(self.fill)))
 
-    @property
-    def summed(self) -> SentBytes:
-        """Bytes that this rank sends in `sums`."""
-        return sent(self.sums, self.layout, self.mesh, count=range(len(self.sums)))
+    def reduced(self, micro_batches: int, *, last: bool) -> SentBytes:
+        """Bytes that this rank sends to reduce the unit in one micro-batch, a step's `last` one or not."""
+        route = as_made(self.gradients, self.made, micro_batches)
+        when = (When.MICRO_BATCH, When.STEP) if last else (When.MICRO_BATCH,)
+        count = [at for at in range(len(route)) if route[at].when in when]
+        total = sent(route, self.layout, self.mesh, count=count)
+        sums = range(len(self.sums))
+        return total + sent(self.sums, self.layout, self.mesh, count=sums) if last else total
 
     def _sent(self, count: range) -> SentBytes:
         held = len(self.owned) // self.layout.shard_numel
         return sent((*self.bring, *self.fill), self.layout, self.mesh, count=count, held=held)
 
 
-def weight_plan(
+def unit_plan(
     zero: ZeroConfig,
     mesh: Mesh,
     layout: Layout,
@@ -164,8 +208,18 @@ def weight_plan(
     *,
     axes: tuple[Axis, ...],
     in_turn: bool,
-) -> WeightPlan:
-    """The plan of units of a layout; `compute_dtype` is what weights are read in if they are not codes."""
+    reduce_in_bf16: bool,
+) -> UnitPlan:
+    """The plan of units of a layout; `compute_dtype` is what weights are read in if they are not codes.
+
+    `axes`: the first ones of the layout, over which the states are cut.
+    """
+    zero = zero.among(layout.shards)
+    gradients = gradient_route(zero, mesh, compute_dtype, layout.axes, in_bf16=reduce_in_bf16)
+    gradient_dtype = compute_dtype
+    if gradients:
+        summed = torch.float32 if gradients[0].when is When.STEP else compute_dtype  # over micro-batches
+        gradient_dtype = torch.bfloat16 if reduce_in_bf16 else summed
     dtype = torch.uint8 if layout.coded else compute_dtype
     if layout.coded and not zero.sends_differences:  # codes travel as they are
         zero = replace(zero, zero_quantized_weights=False)
@@ -173,5 +227,9 @@ def weight_plan(
     kept = kept_after(route)
     for leg in (route[:kept], route[kept:]):  # whose stages run one after the other
         assert len({(stage.verb, stage.format, stage.when) for stage in leg}) <= 1, route
-    sums = sum_route(zero, mesh, axes, of_matrices=bool(layout.hull(of_matrices=True)))
-    return WeightPlan(layout, mesh, axes, sums, route[:kept], route[kept:], dtype, in_turn)
+    others = layout.axes[len(axes) :]
+    sums = sum_route(zero, axes, others, of_matrices=bool(layout.hull(of_matrices=True)))
+    bring, fill = route[:kept], route[kept:]
+    return UnitPlan(
+        layout, mesh, axes, compute_dtype, gradient_dtype, gradients, sums, bring, fill, dtype, in_turn
+    )
