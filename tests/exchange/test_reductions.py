@@ -124,11 +124,11 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
             one.wait()
     sent_bytes = opened.close()
     assert sent_bytes == expected, (case, sent_bytes, expected)
-    for weights, total, shard, found in zip(plan.units, totals, shards, squares, strict=True):
+    for weights, total, owned, found in zip(plan.units, totals, shards, squares, strict=True):
         if weights.quantizes_gradients:
             continue
         its_squares = torch.empty_like(found)
-        kernels.sum_squares(total[shard], its_squares)
+        kernels.sum_squares(total[owned], its_squares)
         any_order = 0 if case.kernels else 2 * 256 * 2**-24  # torch's depends on how many sums there are
         torch.testing.assert_close(found, its_squares, rtol=any_order, atol=0, equal_nan=True)
     return [total.cpu().numpy().tobytes() for total in totals]
