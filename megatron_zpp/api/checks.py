@@ -15,7 +15,7 @@ from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.words import did_you_mean
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.mesh import Mesh
+from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.placement import Split
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS, is_residual
 from megatron_zpp.zero.read_guard import Unreadable
@@ -157,8 +157,10 @@ def check_splits(units: NamedUnits, splits: Mapping[str, Split], mesh: Mesh, *, 
     parameters = dict(pair for unit, part in distinct(units) for pair in part.named_parameters(unit))
     _check_known("splits", splits, list(parameters), "parameter of the model's units")
     for name, split in splits.items():
-        if not isinstance(split, Split):
-            raise option_error("splits", {name: split}, "must be a megatron_zpp.Split(dim, runs, axis)")
+        value = f"{name} {split}"
+        if not (isinstance(split, Split) and isinstance(split.runs, tuple) and isinstance(split.axis, Axis)):
+            fix = "must be a megatron_zpp.Split(dim, runs, axis), such as Split(0, (4096,), mesh.replicas)"
+            raise option_error("splits", value, fix)
         if not given:
             raise option_error("splits", name, "the model has a part of it; give initialize for the whole")
         shape, ranks = tuple(parameters[name].shape), split.axis.size
@@ -166,11 +168,13 @@ def check_splits(units: NamedUnits, splits: Mapping[str, Split], mesh: Mesh, *, 
             mesh.shards_beside(split.axis)
         except ValueError as error:
             fix = f"{error}; give mesh.replicas, mesh.node or a part of them"
-            raise option_error("splits", {name: split}, fix) from None
-        rest = any(run < 1 or run % ranks for run in split.runs)
-        if rest or not 0 <= split.dim < len(shape) or sum(split.runs) != shape[split.dim] * ranks:
-            fix = f"has the shape {shape} on each of {ranks} ranks; runs must add up to {ranks} times a side"
-            raise option_error("splits", {name: split}, f"{fix}, each a multiple of {ranks}")
+            raise option_error("splits", value, fix) from None
+        if not 0 <= split.dim < len(shape):
+            raise option_error("splits", value, f"dim must be one of the {len(shape)} of {shape}")
+        whole = shape[split.dim] * ranks
+        if sum(split.runs) != whole or any(run < 1 or run % ranks for run in split.runs):
+            fix = f"has the shape {shape} on each of {ranks} ranks, so runs must be ({whole},)"
+            raise option_error("splits", value, f"{fix}, or multiples of {ranks} that add up to it")
 
 
 def check_units(model: nn.Module, units: Sequence[Any]) -> None:

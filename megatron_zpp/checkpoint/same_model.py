@@ -38,18 +38,16 @@ def check_units(
         {name: entry for unit in units for name, entry in unit["parameters"].items()}
         for units in (saved, present)
     )
+    fix = f"use the {'model and splits' if model is None else 'model flags'} that it was saved with"
     for name in sorted(theirs.keys() ^ ours.keys()):
         where = "missing from it" if name in ours else "not part of this model"
-        raise _other_flag(path, saved_model, model) or ValueError(
-            f"{path}: {name} is {where}; use the model flags that it was saved with"
-        )
+        raise _other_flag(path, saved_model, model) or ValueError(f"{path}: {name} is {where}; {fix}")
     for name, entry in ours.items():
         was, now = tuple(theirs[name]["shape"]), tuple(entry["shape"])
         padded = name in TABLES and was[1:] == now[1:] and _same_vocabulary(saved_model, model)
         if was != now and not padded:
             raise _other_flag(path, saved_model, model) or ValueError(
-                f"{path}: {name} has shape {was}, this model needs {now}; use the model flags that it was "
-                "saved with"
+                f"{path}: {name} has shape {was}, this model needs {now}; {fix}"
             )
 
 

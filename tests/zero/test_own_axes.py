@@ -329,10 +329,12 @@ def test_what_would_not_be_obeyed_is_refused() -> None:
     assert "splits layers.0.experts.weight: the model has a part of it" in refusal(
         laid_out, both, given=False
     )
-    assert "must be a megatron_zpp.Split(dim, runs, axis)" in refusal(laid_out, {name: 0})
+    for unfit in (0, Split(0, WIDTH, rows), Split(0, (WIDTH,), "replicas")):
+        assert "must be a megatron_zpp.Split(dim, runs, axis), such as" in refusal(laid_out, {name: unfit})
     assert "splits layer.0: no parameter of the model's units" in refusal(laid_out, {"layer.0": weight[name]})
     said = refusal(laid_out, {name: Split(0, (WIDTH // 2,), rows)})
-    assert "has the shape (20, 40) on each of 2 ranks; runs must add up to 2 times a side" in said
+    assert "has the shape (20, 40) on each of 2 ranks, so runs must be (40,), or multiples of 2" in said
+    assert "dim must be one of the 2 of (20, 40)" in refusal(laid_out, {name: Split(2, (WIDTH,), rows)})
     said = refusal(laid_out, {name: Split(0, (WIDTH,), Axis(2, 4))})
     assert "is no axis of 2 × 2 × 1 × 1 ranks; give mesh.replicas, mesh.node or a part of them" in said
     said = "layers.0.experts.bias: is split among other ranks than layers.0.experts.weight; units() must list"
