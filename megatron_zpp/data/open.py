@@ -81,6 +81,8 @@ class SplitOpener:
         token outside the vocabulary, has too few tokens for one sample of a needed split, or lacks checksums
         for --verify-data.
         """
+        for split in () if self.config.mock_data else needed:  # before an order is built, or text tokenised
+            paths_of_split(self.config, split)
         samples = {
             split: masked_samples(self.split(split), self.config, self.eod) if split in needed else None
             for split in SPLITS

@@ -88,8 +88,6 @@ def range_of_split(config: DataConfig, split: str, count: int) -> tuple[int, int
     """Return the range [first, last) of a split among `count` sequences, or blocks of text."""
     if not config.data_path:
         return 0, count
-    if not config.shares[SPLITS.index(split)]:
-        raise option_error("--split", config.split, f"this run needs {split} data{_ALTERNATIVE[split]}")
     return cut(config.shares, count)[SPLITS.index(split)]
 
 
@@ -97,6 +95,9 @@ def paths_of_split(config: DataConfig, split: str) -> tuple[str, tuple[str, ...]
     """Return the flag that names the data of a split, and its value. Raises ValueError if there is none."""
     flag = "--data-path" if config.data_path else f"--{split}-data-path"
     entries = config.data_path or getattr(config, f"{split}_data_path")
+    fix = f"this run needs {split} data{_ALTERNATIVE[split]}"
     if not entries:
-        raise option_error(flag, "(not given)", f"this run needs {split} data{_ALTERNATIVE[split]}")
+        raise option_error(flag, "(not given)", fix)
+    if config.data_path and not config.shares[SPLITS.index(split)]:
+        raise option_error("--split", config.split, fix)
     return flag, entries

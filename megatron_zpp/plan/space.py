@@ -93,6 +93,8 @@ def neighbours(job: Job) -> Iterator[Job]:
     for zero in zeros(job, Space()):
         yield job.varied(zero=zero)
     for other in _with_ranks(job, set(divisors(job.local)) - {job.tensor}, job.context):
+        if job.zero not in zeros(other, Space()):  # its groups may not divide these data ranks
+            continue
         most = max(1, job.micro_batch_size * other.tensor // job.tensor)
         yield in_micro_batches_of(other, max(size for size in sizes_of(other, Space()) if size <= most))
 

@@ -200,6 +200,8 @@ def test_a_value_that_cannot_be_obeyed(file: Path, content: dict[str, Any], said
     [
         (zero(stage=3), "--zero-stage 2", "zero_optimization.stage 3: contradicts --zero-stage 2"),
         ({"fp16": {"enabled": False}}, "--fp16", "fp16.enabled false: contradicts --fp16;"),
+        ({"optimizer": {"type": "Adam"}}, "--optimizer muon", 'type "Adam": contradicts --optimizer muon;'),
+        ({"gradient_clipping": "1"}, "--deepspeed --clip-grad 1", 'gradient_clipping "1": must be a number'),
         (
             zero(stage=3, zero_quantized_weights=False),
             "--zero-quantized-weights",

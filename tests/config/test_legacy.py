@@ -55,6 +55,7 @@ OLD = [  # what was typed, and what says the same today
     ("--bf16 --fp8-format hybrid", "--bf16 --fp8"),
     ("--no-pad-vocab-size", "--make-vocab-size-divisible-by 1"),
     ("--encoder-num-layers 2", ""),
+    ("--optimizer muon --muon-use-nesterov", "--optimizer muon --muon-nesterov"),
 ]
 
 

@@ -85,8 +85,10 @@ def test_seed_splits_and_members_of_a_blend_have_their_own_order(text):
 
 
 def test_needed_split_without_a_share_or_a_path(text):
-    message = refusal(open_all, DataConfig(data_path=(text,), split="1,0,0"), needed=("train", "valid"))
+    one, said = DataConfig(data_path=(text,), split="1,0,0", dataset_order="megatron"), []
+    message = refusal(open_all, one, needed=("train", "valid"), requested={"train": 4}, say=said.append)
     assert message == "--split 1,0,0: this run needs valid data, or --eval-iters 0"
+    assert not said  # before the order of train is built
     message = refusal(open_all, DataConfig(valid_data_path=(text,)))
     assert message == "--train-data-path (not given): this run needs train data"
 

@@ -229,6 +229,15 @@ def test_a_plan_of_packed_samples_asks_for_their_documents() -> None:
         printed(*MINIMAL[1:], "--dry-run", "--dataset-packing", "best-fit")
 
 
+def test_a_plan_of_a_schedule_asks_for_the_length_of_the_run() -> None:
+    rest = [*without("--train-iters"), "--dry-run"]
+    said = refusal(printed, *rest, *"--lr-warmup-iters 9 --lr-decay-samples 20".split(), error=UsageError)
+    assert said == "--dry-run: give --train-samples N (or omit --lr-warmup-iters, --lr-decay-samples)"
+    said = refusal(printed, *rest, "--lr-warmup-iters", "9", error=UsageError)
+    assert said == "--dry-run: give --train-iters N (or omit --lr-warmup-iters)"
+    assert printed(*rest, *"--lr-warmup-iters 9 --lr-decay-iters 20".split())
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

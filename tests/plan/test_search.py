@@ -266,6 +266,11 @@ TINY = (
 ).split()
 
 
+def test_groups_that_other_tensor_ranks_cannot_have_are_not_tried() -> None:
+    line = "--micro-batch-size 1 --zero-stage 3 --tensor-model-parallel-size 2 --zero-hpz-partition-size 2"
+    assert "this run" in printed(*TINY, *line.split(), *"--dry-run --plan-gpus-per-node 4".split())
+
+
 def test_the_best_line_of_a_tiny_model_runs() -> None:
     given = [*TINY, "--micro-batch-size", "1", "--zero-stage", "3"]
     flags = advised(printed(*given, *"--dry-run --plan-gpus-per-node 2".split()))[0]

@@ -130,7 +130,7 @@ class _File:
         self._provided.drop(path)
         if theirs and clip in (None, theirs):
             return []
-        has = f"has {key} {theirs:g}" if theirs else "clips no gradient"
+        has = f"has {key} {shown(theirs)}" if theirs else "clips no gradient"
         given = f"--clip-grad {clip:g}: no effect, " if clip else ""
         return [f"{given}as under DeepSpeed: {self._path} {has}"]
 

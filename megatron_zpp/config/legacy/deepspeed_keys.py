@@ -79,7 +79,7 @@ def _initial_scale(power: int) -> Settings:
 def _adamw(name: str) -> Settings:
     if name.lower() not in ("adam", "adamw", "fusedadam"):
         raise ValueError("must be AdamW; Adam is DeepSpeed's other name for it, and Muon is --optimizer muon")
-    return {}
+    return {"optimizer.optimizer": "adam"}
 
 
 def _offload(device: str) -> Settings:
@@ -164,7 +164,7 @@ _REPORTS: dict[str, Rule] = {
 }
 
 _OPTIMIZER: dict[str, Rule] = {
-    "optimizer.type": Obeyed("none: AdamW is the default of --optimizer", "text", _adamw),
+    "optimizer.type": Obeyed("--optimizer adam", "text", _adamw),
     "optimizer.params.lr": _number("learning_rate.lr"),
     "optimizer.params.betas": Obeyed(
         "--adam-beta1 --adam-beta2",

@@ -147,6 +147,7 @@ RENAMED = (
     renamed("--no-pad-vocab-size", {"model.make_vocab_size_divisible_by": 1}),
     renamed("--disable-pad-vocab-size", {"model.make_vocab_size_divisible_by": 1}),
     renamed("--encoder-num-layers", "model.num_layers", int),
+    renamed("--muon-use-nesterov", "optimizer.muon_nesterov"),
     renamed("--mup-embedding-mult", "model.embedding_multiplier", float),
     renamed("--mup-output-mult", "model.logits_multiplier", float),
 )

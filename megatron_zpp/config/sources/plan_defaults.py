@@ -1,5 +1,7 @@
 """Values that --dry-run assumes, so that a plan needs no tokenizer, no data, and few flags."""
 
+import re
+
 from megatron_zpp.config.model import REQUIRED_SHAPE
 from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.plan import LINK, NO_LINK
@@ -9,6 +11,7 @@ from megatron_zpp.config.tokenizer import resolved_type
 
 _NAME = "--dry-run"
 _DATA = ("data_path", "train_data_path", "mock_data")
+_LENGTH = re.compile("lr_.*_(iters|samples)").fullmatch  # of a part of the learning rate's schedule
 
 
 def assume(provided: Provided) -> tuple[str, ...]:
@@ -17,7 +20,7 @@ def assume(provided: Provided) -> tuple[str, ...]:
     Raises ValueError that names all flags that a plan needs and has not.
     """
     _check_needed(provided)
-    if not (provided.get("training.train_iters") or provided.get("training.train_samples")):
+    if not _has_length(provided):
         provided.fill("training", "train_iters", 1, _NAME)
     provided.fill("learning_rate", "lr", 1e-4, _NAME)
     if not any(provided.get(f"data.{name}") for name in _DATA):
@@ -35,6 +38,10 @@ def assume(provided: Provided) -> tuple[str, ...]:
     return (f"not given, planned with: {', '.join(assumed)}",) if assumed else ()
 
 
+def _has_length(provided: Provided) -> bool:
+    return bool(provided.get("training.train_iters") or provided.get("training.train_samples"))
+
+
 def _check_needed(provided: Provided) -> None:
     shape = [name for name in REQUIRED_SHAPE if provided.get(f"model.{name}") is None]
     needed = []
@@ -42,6 +49,10 @@ def _check_needed(provided: Provided) -> None:
         needed.append(f"--model-preset NAME (or {', '.join(map(flag_name, shape))})")
     if all(provided.get(f"training.{name}_batch_size") is None for name in ("global", "micro")):
         needed.append("--global-batch-size N")
+    lengths = [name for name, value in provided.values["learning_rate"].items() if value and _LENGTH(name)]
+    if lengths and "lr_decay_iters" not in lengths and not _has_length(provided):
+        unit = "samples" if any(name.endswith("samples") for name in lengths) else "iters"
+        needed.append(f"--train-{unit} N (or omit {', '.join(map(flag_name, lengths))})")
     if not any(provided.get(f"data.{name}") for name in _DATA):
         orders = ("dataset_packing", "best-fit"), ("dataset_order", "megatron")
         of_documents = [name for name, value in orders if provided.get(f"data.{name}") == value]
