@@ -79,9 +79,14 @@ class Communication:
         return self._legs[what, stages]
 
     def _streams_of(self, what: str, route: Route, at: int) -> list[CommStream]:
-        """The streams of a stage. Weights, gradients and sums do not share any, so that they overlap."""
+        """The streams of a stage. Weights, gradients and sums do not share any, so that they overlap.
+
+        A reduction inside a node that follows another one runs on the stream of that, so routes that begin
+        otherwise have a communicator of their own for it.
+        """
         axes, count = route[at].axes, lanes(route, at, self.plan.mesh)
-        streams = self._streams.setdefault((what, axes), [])
+        follows = what == _GRADIENTS and at > 0 and count == 1
+        streams = self._streams.setdefault((what, (*route[0].axes, *axes) if follows else axes), [])
         while len(streams) < count:
             streams.append(self._make_comm_stream(self.plan.mesh.ranks(*axes)))
         return streams[:count]

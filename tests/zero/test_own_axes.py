@@ -179,6 +179,7 @@ GRIDS = [
     ((2, 1), "between", {"zero_stage": 3} | HPZ),
     ((2, 2), "all", {"zero_stage": 3} | AUTO),
     ((1, 4), "pairs", {"zero_stage": 3} | AUTO),
+    ((1, 4), "pairs", {"zero_stage": 2, "zero_gradient_partition_size": "2"}),
     ((2, 2), "inside", {"zero_stage": 0}),
     ((2, 2), "inside", {"zero_stage": 1} | AUTO),
 ]
