@@ -227,7 +227,7 @@ def in_codes(topology: Topology, name: str | None, zero: dict[str, Any]) -> Any:
 
 
 def digests(engine: ZeroEngine) -> dict[str, str]:
-    """Of the bits of all states, on rank 0."""
+    """Digests of the bits of all states, on rank 0."""
     state = engine.state_dict()
     kinds = {"model": state["model"], **state["optimizer"]} if state else {}
     return {
@@ -265,7 +265,7 @@ def loaded(topology: Topology, name: str | None, zero: dict[str, Any], directory
 def test_its_states_load_on_other_ranks_and_by_whole_units(
     meshes: list[tuple[tuple[int, int], str | None]], zero: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Bit for bit, from a checkpoint and from state_dict; on the same ranks training goes on alike."""
+    """A checkpoint and state_dict load bit for bit; a resumed run on the same ranks has the same losses."""
     saved = None
     for (nodes, local), name in meshes:
         results = on_ranks(nodes * local, loaded, name, zero, str(tmp_path), ranks_per_node=local)
@@ -276,14 +276,14 @@ def test_its_states_load_on_other_ranks_and_by_whole_units(
 
 
 class Halved(Model):
-    """Of which each of two tensor ranks makes a half of the gradient."""
+    """The model with half its loss, so that two tensor ranks each make half of the gradient."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return super().forward(x, y) / 2
 
 
 def beside_tensor_ranks(topology: Topology, directory: str) -> Any:
-    """Of an engine whose tensor ranks have all of the model, and different samples."""
+    """The norms of an engine whose tensor ranks each have the whole model, and different samples."""
     mesh, config = topology.mesh(2), EngineConfig(optimizer=OPTIMIZER, precision=PrecisionConfig(fp32=True))
     group = dist.new_group(mesh.ranks(mesh.replicas), use_local_synchronization=True)
     with torch.device("meta"):
