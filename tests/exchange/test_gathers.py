@@ -25,7 +25,7 @@ from megatron_zpp.placement import Layout
 from megatron_zpp.zero.communication_plan import CommunicationPlan, plan_communication
 from megatron_zpp.zero.unit_plan import UnitPlan
 from tests.exchange.streams import GRIDS, Opened, Sizes, Watch, mesh_of
-from tests.zero.engines import layout_of, operations, this_device
+from tests.zero.engines import copy_engines, layout_of, operations, this_device
 from tests.zero.ranks import on_ranks
 from tests.zero.zeropp_engines import HPZ, QWZ
 
@@ -71,7 +71,7 @@ def plan_of(name: str, mesh: Mesh) -> CommunicationPlan:
         ],
         compute_dtype=torch.bfloat16,
         reduce_in_bf16=False,
-        copy_engines=False,
+        copy_engines=copy_engines(mesh),
     )
 
 
