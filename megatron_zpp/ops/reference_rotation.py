@@ -150,16 +150,11 @@ def butterflies(x: Tensor) -> Tensor:
     return x.reshape(shape) * _FACTORS[width]
 
 
-def encode_rotated(y: Tensor, bits: int, *, unbiased: bool = True) -> tuple[Tensor, Tensor]:
-    """Codes (K, B) uint8 and scales (K,) bf16 of rotated fp32 blocks (K, B).
-
-    With `unbiased` False the scale is ⟨y, c⟩ / ⟨c, c⟩, with which the error is smallest.
-    """
+def encode_rotated(y: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes (K, B) uint8 and scales (K,) bf16 of rotated fp32 blocks (K, B)."""
     z, power, finite, usable = normalised(y)
     codes = nearest_codes(z, root_mean_square(z), bits)
-    levels = levels_of(codes, bits)
-    aligned = ordered_sum(z * levels)
-    ratio = ordered_sum(z * z) / aligned if unbiased else aligned / ordered_sum(levels * levels)
+    ratio = ordered_sum(z * z) / ordered_sum(z * levels_of(codes, bits))
     return coded(codes, stored_scales(power * ratio.where(usable, 0.0), finite, usable))
 
 
