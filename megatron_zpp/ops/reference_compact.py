@@ -35,10 +35,7 @@ def adamw_compact(
     unit: int,
     first: int,
 ) -> None:
-    """`adamw` on m elements, whole blocks of 128; the dtypes of moments say their forms.
-
-    A `master` of bytes has the corrections of `split_weights`, and a bf16 `gather_source` the weights.
-    """
+    """See Operations."""
     scalars = AdamWScalars.unpacked(device_scalars, host_scalars)
     skip, rounding = scalars.found_inf != 0, Rounding(step, unit, first, seed)
     moments = ((exp_avg, exp_avg_scales), (exp_avg_sq, exp_avg_sq_scales))
