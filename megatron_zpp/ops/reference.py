@@ -172,9 +172,8 @@ def _encode_blocks(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
     usable = finite & (scale.float().abs() >= SMALLEST_NORMAL)  # whether a block has codes other than zeros
     bits = torch.where(usable, scale, 0.0).view(torch.int16)
     stored = bits.masked_fill(~finite, BF16_NAN).view(torch.bfloat16)
-    zero = torch.zeros_like(x[:, :1])
-    inverse = torch.where(usable[:, None], stored.float().reciprocal()[:, None], zero)
-    x = torch.where(usable[:, None], x, zero)
+    inverse = torch.where(usable, stored.float().reciprocal(), 0.0)[:, None]
+    x = torch.where(usable[:, None], x, 0.0)
     q = torch.round(x.double() * inverse.double())  # the product of two fp32 numbers is exact in fp64
     largest = 2 ** (format.bits - 1) - 1
     q = q.clamp(-largest - 1, largest).to(torch.int8).view(torch.uint8)
