@@ -59,15 +59,12 @@ def adamw_compact(
             if scales is not None:
                 assert new_scales is not None
                 _put(scales, new_scales, skip)
+        sent = kept = new
         if master.dtype == torch.uint8:
-            assert gather_source is not None
-            upper, corrections = split_weights(new, draws.weight)
-            _put(gather_source[tile], upper, skip)
-            _put(master[tile], corrections, skip)
-            continue
-        _put(master[tile], new, skip)
+            sent, kept = split_weights(new, draws.weight)
+        _put(master[tile], kept, skip)
         if gather_source is not None:
-            _put(gather_source[tile], new.to(gather_source.dtype), skip)
+            _put(gather_source[tile], sent.to(gather_source.dtype), skip)
 
 
 def _put(room: Tensor, new: Tensor, skip: Tensor) -> None:
