@@ -42,7 +42,7 @@ class WeightCodes:
         torch._foreach_zero_([held.maxima for held in self._held.values()])
 
     def start(self, parts: Iterable[tuple[str, Tensor]], over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """See WeightEncoder; magnitudes of `over_ranks` are finite (L,)."""
+        """See WeightEncoder; `over_ranks` takes and returns the largest finite magnitudes, (L,)."""
         self.begin()
         if self._scaling.known:
             return
