@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_zpp.model.masks import Mask, first_seen
-from megatron_zpp.model.scores import PLAIN_SCORES, Scores, attend
+from megatron_zpp.model.scores import Scores, attend
 
 TORCH_BACKENDS = {
     "math": SDPBackend.MATH,
@@ -61,9 +61,7 @@ class AttentionKernel:
         """
         return ends
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores) -> Tensor:
         """Queries (B, T, N, H), keys and values (B, T, G, H) -> (B, T, N, H)."""
         raise NotImplementedError
 
@@ -106,9 +104,7 @@ class DotProduct(AttentionKernel):
         mask = torch.full(seen.shape, -torch.inf, dtype=x.dtype, device=x.device)
         return mask.masked_fill_(seen, 0.0)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores) -> Tensor:
         """Queries (B, T, N, H), keys and values (B, T or C, G, H) -> (B, T, N, H)."""
         dense: Tensor | None = mask.bounds
         causal = dense is None and not (mask.cached and q.shape[1] == 1)
@@ -155,9 +151,7 @@ class PackedFlash(DotProduct):
         batch, tokens = x.shape[:2]
         return torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device=x.device)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores) -> Tensor:
         if mask.cached or mask.bounds is None:
             return super().__call__(q, k, v, dropout, mask, scores)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
@@ -188,9 +182,7 @@ class FlashAttention3(AttentionKernel):
     def describe(self) -> str:
         return "flash_attention_3"
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores) -> Tensor:
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"
         assert not mask.cached, "generation takes DotProduct"
         reach = _reach(mask.window)

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_zpp.model.attention import DotProduct
 from megatron_zpp.model.masks import Mask, first_seen
-from megatron_zpp.model.scores import PLAIN_SCORES, Scores
+from megatron_zpp.model.scores import Scores
 
 _BLOCK = 128  # tokens of queries and of keys that a mask shows or hides together
 _Visible = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -60,9 +60,7 @@ class Flex(DotProduct):
                 self._known[key] = _blocks(of_row[None], near)
         return self._known[key]
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores) -> Tensor:
         if mask.cached:
             return super().__call__(q, k, v, dropout, mask, scores)
         assert dropout == 0.0, "choose_attention gives it to no run with dropout"

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 IGNORED = -100  # a token with this target does not count: F.cross_entropy's default
 CHUNK_BYTES = 512 * 2**20  # of a chunk's fp32 logits: large products, and little beside a model
 LEAN_CHUNK_BYTES = 2**30  # the same where there are no fp32 logits, only those of the compute format
-CODE_UNIT = 2.0**15  # the code of a gradient of 1: model/fp8/output.py has the reasons
+CODE_UNIT = 2.0**15  # the code of a gradient of 1: docs/internals/numerics.md has the reasons
 
 # Whether addmm adds a product of 16-bit factors to fp32 sums.
 _ADDS_WIDE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)

@@ -53,6 +53,16 @@ class BlockFormat:
         """Return m of messages (P, message_bytes(m)): unique, as a block has more bytes than the padding."""
         return messages.shape[1] // self.block_bytes * self.block
 
+    def parts_of(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of a message of `numel` elements: codes (K, bytes per block), scales (K, 2), the padding."""
+        blocks, codes = numel // self.block, numel * self.bits // 8
+        used = blocks * self.block_bytes
+        return (
+            message[:codes].view(blocks, self.block * self.bits // 8),
+            message[codes:used].view(blocks, SCALE_BYTES),
+            message[used:],
+        )
+
 
 @dataclass(frozen=True)
 class QuantFormat(BlockFormat):

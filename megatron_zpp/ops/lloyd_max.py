@@ -12,7 +12,7 @@ contraction to fused multiply-adds give the same bits. K blocks, B elements in a
 import torch
 from torch import Tensor
 
-from megatron_zpp.ops.formats import SCALE_BYTES, LloydMaxFormat
+from megatron_zpp.ops.formats import LloydMaxFormat
 
 SMALLEST_NORMAL = 2.0**-126
 BF16_NAN = 0x7FC0  # as bits: which NaN a conversion makes depends on the device
@@ -102,19 +102,17 @@ def decoded(codes: Tensor, stored: Tensor, bits: int) -> Tensor:
 
 def write_message(message: Tensor, codes: Tensor, stored: Tensor, format: LloydMaxFormat) -> None:
     """Fill `message` (message_bytes(n),) uint8 from codes (K, B) and scales (K,)."""
-    packed = pack(codes, format.bits)
-    message[: len(packed)] = packed
-    end = len(packed) + SCALE_BYTES * len(stored)
-    message[len(packed) : end] = stored.view(torch.uint8)
-    message[end:] = 0
+    packed, scales, padding = format.parts_of(message, codes.numel())
+    packed.copy_(pack(codes, format.bits).view_as(packed))
+    scales.copy_(stored.view(torch.uint8).view_as(scales))
+    padding.zero_()
 
 
 def read_message(message: Tensor, numel: int, format: LloydMaxFormat) -> tuple[Tensor, Tensor]:
     """The inverse of `write_message`: codes (K, B) uint8 and scales (K,) bf16."""
-    size = numel * format.bits // 8
-    codes = unpack(message[:size], format.bits)
-    stored = message[size : size + SCALE_BYTES * (numel // format.block)]
-    return codes.view(-1, format.block), stored.clone().view(torch.bfloat16)
+    packed, scales, _ = format.parts_of(message, numel)
+    stored = scales.flatten().clone().view(torch.bfloat16)
+    return unpack(packed, format.bits).view(-1, format.block), stored
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

@@ -31,7 +31,6 @@ def quantize(input: Tensor, messages: Tensor, code_type: CodeType, block: int) -
     format = QuantFormat(code_type, block)
     count, n = len(input) // len(messages), input.shape[1]  # of the rows of a message
     for group, message in enumerate(messages):
-        _zero_padding(message, format, count * n)
         for row in range(count):
             for here in tiles(n):
                 x = input[group * count + row, here].float()
@@ -58,7 +57,6 @@ def sum_quantize(messages: Tensor, output: Tensor, code_type: CodeType, block: i
     m = format.numel_of(messages)
     part = m // max(len(output), 1)
     for group, message in enumerate(output):
-        _zero_padding(message, format, part)
         for tile in tiles(part):
             here = slice(group * part + tile.start, group * part + tile.stop)
             _write_blocks(message, format, part, tile.start, _sum_of(messages, format, m, here))
@@ -142,39 +140,23 @@ def adamw_quantize(
     message.copy_(torch.where(found_inf != 0, message, encoded))
 
 
-def _message_parts(message: Tensor, format: QuantFormat, numel: int) -> tuple[Tensor, Tensor]:
-    """Views of the codes (K, bytes per block) and the scales (K, 2) of a message."""
-    blocks = numel // format.block
-    code_bytes = numel * format.bits // 8
-    used = blocks * format.block_bytes
-    return (
-        message[:code_bytes].view(blocks, format.block * format.bits // 8),
-        message[code_bytes:used].view(blocks, SCALE_BYTES),
-    )
-
-
-def _zero_padding(message: Tensor, format: QuantFormat, numel: int) -> None:
-    message[numel // format.block * format.block_bytes :] = 0
-
-
 def _write_blocks(message: Tensor, format: QuantFormat, numel: int, first: int, x: Tensor) -> None:
     """Encode x (n,) fp32, whole blocks, as the elements from `first` on of a message of `numel` elements."""
-    codes, scales = _message_parts(message, format, numel)
+    codes, scales, padding = format.parts_of(message, numel)
     blocks = slice(first // format.block, (first + len(x)) // format.block)
     encoded, stored = _encode_blocks(x.reshape(-1, format.block), format)
     codes[blocks], scales[blocks] = encoded, stored.view(torch.uint8).view(-1, SCALE_BYTES)
+    padding.zero_()
 
 
 def _sum_of(messages: Tensor, format: QuantFormat, m: int, here: slice) -> Tensor:
-    """Return the fp32 sum of the elements `here` of all messages, added in order."""
-    first, last = here.start // format.block, -(-here.stop // format.block)
-    values = []
+    """Return the fp32 sum of the elements `here`, whole blocks, of all messages, added in order."""
+    blocks, values = slice(here.start // format.block, here.stop // format.block), []
     for message in messages:
-        encoded, stored = (part[first:last] for part in _message_parts(message, format, m))
-        scales = stored.clone(memory_format=torch.contiguous_format)  # bytes (K, 2), of any strides before
-        values.append(_decode_blocks(encoded, scales.view(torch.bfloat16).squeeze(1), format))
-    offset = here.start - first * format.block
-    return reduce(torch.add, values).flatten()[offset : offset + here.stop - here.start]
+        codes, scales, _ = format.parts_of(message, m)
+        stored = scales[blocks].flatten().clone().view(torch.bfloat16)
+        values.append(_decode_blocks(codes[blocks], stored, format))
+    return reduce(torch.add, values).flatten()
 
 
 def _put(target: Tensor, total: Tensor, add: bool) -> None:
@@ -190,9 +172,8 @@ def _encode_blocks(x: Tensor, format: QuantFormat) -> tuple[Tensor, Tensor]:
     usable = finite & (scale.float().abs() >= SMALLEST_NORMAL)  # whether a block has codes other than zeros
     bits = torch.where(usable, scale, 0.0).view(torch.int16)
     stored = bits.masked_fill(~finite, BF16_NAN).view(torch.bfloat16)
-    zero = torch.zeros_like(x[:, :1])
-    inverse = torch.where(usable[:, None], stored.float().reciprocal()[:, None], zero)
-    x = torch.where(usable[:, None], x, zero)
+    inverse = torch.where(usable, stored.float().reciprocal(), 0.0)[:, None]
+    x = torch.where(usable[:, None], x, 0.0)
     q = torch.round(x.double() * inverse.double())  # the product of two fp32 numbers is exact in fp64
     largest = 2 ** (format.bits - 1) - 1
     q = q.clamp(-largest - 1, largest).to(torch.int8).view(torch.uint8)

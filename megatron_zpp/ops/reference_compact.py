@@ -35,10 +35,7 @@ def adamw_compact(
     unit: int,
     first: int,
 ) -> None:
-    """`adamw` on m elements, whole blocks of 128; the dtypes of moments say their forms.
-
-    A `master` of bytes has the corrections of `split_weights`, and a bf16 `gather_source` the weights.
-    """
+    """See Operations."""
     scalars = AdamWScalars.unpacked(device_scalars, host_scalars)
     skip, rounding = scalars.found_inf != 0, Rounding(step, unit, first, seed)
     moments = ((exp_avg, exp_avg_scales), (exp_avg_sq, exp_avg_sq_scales))
@@ -62,15 +59,12 @@ def adamw_compact(
             if scales is not None:
                 assert new_scales is not None
                 _put(scales, new_scales, skip)
+        sent = kept = new
         if master.dtype == torch.uint8:
-            assert gather_source is not None
-            upper, corrections = split_weights(new, draws.weight)
-            _put(gather_source[tile], upper, skip)
-            _put(master[tile], corrections, skip)
-            continue
-        _put(master[tile], new, skip)
+            sent, kept = split_weights(new, draws.weight)
+        _put(master[tile], kept, skip)
         if gather_source is not None:
-            _put(gather_source[tile], new.to(gather_source.dtype), skip)
+            _put(gather_source[tile], sent.to(gather_source.dtype), skip)
 
 
 def _put(room: Tensor, new: Tensor, skip: Tensor) -> None:

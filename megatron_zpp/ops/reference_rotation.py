@@ -121,10 +121,8 @@ def random_signs(counter: tuple[Tensor, Tensor, Tensor], seed: int, iteration: i
     words = philox(
         (low, high, unit, torch.full_like(low, iteration & _LOW_32)), (seed & _LOW_32, seed >> 32 & _LOW_32)
     )
-    by_byte = torch.stack(words, dim=1).view(torch.uint8).view(-1, 8)[:, :4]  # the low 32 bits, lowest first
-    bits = torch.arange(256, device=low.device)[:, None] >> torch.arange(8, device=low.device) & 1
-    of_bytes = 1.0 - 2.0 * bits  # (256, 8) fp32, the lowest bit first
-    return of_bytes[by_byte.reshape(-1).int()].view(-1)
+    bits = torch.stack(words, dim=1)[..., None] >> torch.arange(32, device=low.device) & 1  # the lowest first
+    return (1.0 - 2.0 * bits).flatten()
 
 
 def rotate(x: Tensor, signs: Tensor) -> Tensor:
@@ -150,16 +148,11 @@ def butterflies(x: Tensor) -> Tensor:
     return x.reshape(shape) * _FACTORS[width]
 
 
-def encode_rotated(y: Tensor, bits: int, *, unbiased: bool = True) -> tuple[Tensor, Tensor]:
-    """Codes (K, B) uint8 and scales (K,) bf16 of rotated fp32 blocks (K, B).
-
-    With `unbiased` False the scale is ⟨y, c⟩ / ⟨c, c⟩, with which the error is smallest.
-    """
+def encode_rotated(y: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes (K, B) uint8 and scales (K,) bf16 of rotated fp32 blocks (K, B)."""
     z, power, finite, usable = normalised(y)
     codes = nearest_codes(z, root_mean_square(z), bits)
-    levels = levels_of(codes, bits)
-    aligned = ordered_sum(z * levels)
-    ratio = ordered_sum(z * z) / aligned if unbiased else aligned / ordered_sum(levels * levels)
+    ratio = ordered_sum(z * z) / ordered_sum(z * levels_of(codes, bits))
     return coded(codes, stored_scales(power * ratio.where(usable, 0.0), finite, usable))
 
 

@@ -36,7 +36,7 @@ NEAREST_WEIGHT = 128  # that of a weight
 _NAN_SCALE = 255
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
-# n elements, K blocks of them
+# n elements, K blocks of them. Bits are int64, of which a conversion to shorter integers keeps the low ones.
 
 
 class Draws(NamedTuple):
@@ -149,7 +149,7 @@ def encode(
     else:
         codes = codes | (blocks.signbit().long() << (grid.exponent + grid.mantissa))
     codes = codes.masked_fill((scales == _NAN_SCALE)[:, None], 0).flatten()
-    values = codes.to(torch.uint8) if form == "fp8" else _to_int16(codes).view(torch.float16)
+    values = codes.to(torch.uint8) if form == "fp8" else codes.to(torch.int16).view(torch.float16)
     return values, scales.to(torch.uint8)
 
 
@@ -174,7 +174,7 @@ def split_weights(weights: Tensor, draws: Tensor | None = None) -> tuple[Tensor,
     added: Tensor | int = NEAREST_WEIGHT if draws is None else draws
     bits = torch.where(weights.isnan(), _NAN, _bits(weights) + added)
     upper = bits >> 8 & 0xFFFFFF
-    return _to_int16(upper + 0x80 >> 8).view(torch.bfloat16), (upper & 0xFF).to(torch.uint8)
+    return (upper + 0x80 >> 8).to(torch.int16).view(torch.bfloat16), (upper & 0xFF).to(torch.uint8)
 
 
 def joined_weights(upper: Tensor, corrections: Tensor) -> Tensor:
@@ -188,7 +188,7 @@ def _rounded_bf16(x: Tensor, draws: Tensor) -> Tensor:
     rounded = (magnitudes + (2 * draws + 1 << 3) >> 16).clamp(max=0x7F7F)
     rounded = torch.where(magnitudes < _INFINITY, rounded, 0x7F80)
     rounded = torch.where(magnitudes > _INFINITY, 0x7FC0, rounded)
-    return _to_int16(rounded | x.signbit().long() << 15).view(torch.bfloat16)
+    return (rounded | x.signbit().long() << 15).to(torch.int16).view(torch.bfloat16)
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -198,14 +198,9 @@ def _bits(x: Tensor) -> Tensor:
 
 def _floats(bits: Tensor) -> Tensor:
     """The fp32 numbers of bits below 2^32."""
-    return (bits - (bits >> 31 << 32)).to(torch.int32).view(torch.float32)
+    return bits.to(torch.int32).view(torch.float32)
 
 
 def _power(exponents: Tensor) -> Tensor:
     """2^(exponent - 127) for exponents from 0 to 255, where 0 stands for 0."""
     return _floats(exponents.clamp(min=0) << 23)
-
-
-def _to_int16(bits: Tensor) -> Tensor:
-    """Int16 numbers of these bits, of numbers from 0 to 2^16 - 1."""
-    return (bits - (bits >> 15 << 16)).to(torch.int16)

@@ -60,7 +60,7 @@ def results(
     mask = kernel.mask(qkv, window, ends)
     heads = [qkv.shape[2] - 2 * groups, groups, groups]
     q, k, v = qkv.split(heads, 2)
-    mixed = kernel(q, *(part.repeat_interleave(copies, 2) for part in (k, v)), 0.0, mask)
+    mixed = kernel(q, *(part.repeat_interleave(copies, 2) for part in (k, v)), 0.0, mask, Scores())
     (gradient,) = torch.autograd.grad(mixed, qkv, weights.to(mixed.dtype))
     return [mixed.float(), *gradient.float().split(heads, 2)]
 

@@ -20,7 +20,7 @@ from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.model.attention import AttentionKernel
 from megatron_zpp.model.context.parts import from_parts, to_parts
 from megatron_zpp.model.masks import Mask
-from megatron_zpp.model.scores import PLAIN_SCORES, Scores
+from megatron_zpp.model.scores import Scores
 
 
 class Exchange(torch.autograd.Function):
@@ -92,9 +92,7 @@ class AllToAllHeads(AttentionKernel):
         whole = x.new_empty(1).expand(len(x), x.shape[1] * self.context_ranks, 1)  # without memory
         return self._kernel.mask(whole, window, ends)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores) -> Tensor:
         """Queries (B, S / C, N, H), keys and values (B, S / C, G, H) -> (B, S / C, N, H)."""
         assert dropout == 0.0, "check_context_ranks refuses it"
         ranks, heads, groups = self.context_ranks, q.shape[2], k.shape[2]

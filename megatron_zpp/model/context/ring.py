@@ -41,7 +41,7 @@ from megatron_zpp.model.context.parts import own_part
 from megatron_zpp.model.context.rounds import Pair, Round, rounds
 from megatron_zpp.model.context.travel import send_home, travelling_keys
 from megatron_zpp.model.masks import Mask, first_seen
-from megatron_zpp.model.scores import PLAIN_SCORES, Scores
+from megatron_zpp.model.scores import Scores
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -117,9 +117,7 @@ class Ring(AttentionKernel):
         own = own_part(whole[None], self.context_ranks, self._group.rank)[0]
         return first_seen(own, tokens, window, ends, len(x))
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores = PLAIN_SCORES
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Mask, scores: Scores) -> Tensor:
         """Queries (B, T, N, H), keys and values (B, T, G, H) -> (B, T, N, H); a cache is of whole samples."""
         if mask.cached:
             return self._kernel(q, k, v, dropout, mask, scores)

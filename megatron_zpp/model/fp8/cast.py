@@ -32,12 +32,9 @@ def plain_cast(
     A layout that is not asked for is a tensor without elements.
     """
     wide = x.float()
-    size = wide.abs()
-    finite = size < torch.inf  # false for NaN
-    largest = torch.where(finite, size, 0.0).amax()
-    maxima[kind] = torch.maximum(maxima[kind], largest)
+    maxima[kind] = torch.maximum(maxima[kind], largest_finite(wide))
     scaled = (wide * factors[0, kind, 0]).clamp(-LARGEST[kind], LARGEST[kind])
-    return _laid_out(torch.where(finite, scaled, torch.nan).to(FORMATS[kind]), rows, columns)
+    return _laid_out(torch.where(wide.isfinite(), scaled, torch.nan).to(FORMATS[kind]), rows, columns)
 
 
 def present_cast(x: Tensor, kind: int, *, rows: bool, columns: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,12 +13,8 @@ and by columns, which wait for the gradient of the table:
 
 A part has at most 8 · D tokens, so that its codes have at most twice the bytes of such sums.
 
-The gradient of the logits has a constant scale, `CODE_UNIT`, and no history. It is softmax less one at the
-target: between -1 and 1 before the factor of the loss, which the products' fp32 scales take. With 2^15 for 1,
-E5M2 keeps its three significant bits down to 2^-29 and rounds numbers below 2^-32 to zero, so that V · 2^-32
-of a token's probabilities are lost at most: 2^-15 of 128 thousand entries. Up to 1.75 has room: a z-loss
-multiplies softmax by a little more than 1. E4M3 has one more bit, but its normal numbers end at 2^-14 of 1,
-and the entries of a new model are all near 1 / V.
+The gradient of the logits has a constant scale, `CODE_UNIT`, and no history: docs/internals/numerics.md says
+why. Up to 1.75 has room: a z-loss multiplies softmax by a little more than 1.
 """
 
 from typing import Any, NamedTuple

@@ -26,10 +26,7 @@ def plain_encode(numbers: Tensor, codes: Tensor, factors: Tensor, maxima: Tensor
 
 
 class WeightCodes:
-    """The weights of all linear maps of a `DelayedScaling`, as codes.
-
-    `names` are the parameters that are held so, as the model calls them.
-    """
+    """The weights of all linear maps of a `DelayedScaling`, as codes: a WeightEncoder of zero/."""
 
     def __init__(self, scaling: DelayedScaling, encode: Callable[..., None] = plain_encode) -> None:
         self._scaling, self._encode = scaling, encode
@@ -37,19 +34,15 @@ class WeightCodes:
         self.names = tuple(self._held)
 
     def attach(self, name: str, codes: Tensor) -> None:
-        """Let the linear map of a weight multiply `codes` (N, K), bytes in memory of the caller."""
+        """See WeightEncoder; `codes` (N, K) are in memory of the caller."""
         self._held[name].product.codes = codes.view(FORMATS[WEIGHT])
 
     def begin(self) -> None:
-        """Forget the maxima of the codes that there are. Called before all weights are encoded anew."""
+        """See WeightEncoder."""
         torch._foreach_zero_([held.maxima for held in self._held.values()])
 
     def start(self, parts: Iterable[tuple[str, Tensor]], over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Begin, and without scales of earlier steps scale each weight by itself.
-
-        `parts` of weights, (n,) fp32, are those that this rank encodes; `over_ranks` returns the largest of
-        finite magnitudes (L,) over all ranks.
-        """
+        """See WeightEncoder; `over_ranks` takes and returns the largest finite magnitudes, (L,)."""
         self.begin()
         if self._scaling.known:
             return
@@ -62,6 +55,6 @@ class WeightCodes:
         self.begin()
 
     def encode(self, name: str, numbers: Tensor, codes: Tensor) -> None:
-        """Write the codes of a part of a weight, (n,) fp32, to `codes` (n,), bytes; its maximum grows."""
+        """See WeightEncoder."""
         held = self._held[name]
         self._encode(numbers, codes.view(FORMATS[WEIGHT]), held.factors, held.maxima)
