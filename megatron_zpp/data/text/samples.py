@@ -1,12 +1,8 @@
-"""The order of the samples of a text, and the data set that reads samples in it.
+"""The order of the samples of a text, and the data set that reads samples in it: see docs/internals/data.md.
 
-The number of tokens of a text is known only when all of it is tokenised, so its windows cannot be permuted
-all together before that. Instead, an epoch visits the blocks of a split in a random order, one group at a
-time. Text in shards is visited shard by shard instead (`order.py`). The tokens of a group form a ring,
-which `WindowOrder` cuts into windows and shuffles. Reading a sample requires the token counts of all groups
-before its own, which the cache keeps, and the tokens of its own group. A sample depends only on the text, the
-tokenizer, the seed and its number. A file of up to about 32 MB is one group, whose windows are all shuffled
-together.
+The tokens of a group of blocks form a ring, which `WindowOrder` cuts into windows and shuffles. Reading a
+sample requires the token counts of all groups before its own, which the cache keeps, and the tokens of its
+own group. A sample depends only on the text, the tokenizer, the seed and its number.
 """
 
 import bisect
