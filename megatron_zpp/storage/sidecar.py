@@ -58,14 +58,9 @@ def sidecar_path(path: Location) -> Location:
 
 def write_sidecar(path: Location, checksums: Checksums) -> SidecarDigest:
     """Write the sidecar of the file `path`, make it durable, and return what a reader must know."""
-    content, digest = _sidecar_of(checksums)
+    content = "".join(f"{digest}\n" for digest in checksums.digests).encode()
     write_durably(sidecar_path(path), content)
-    return digest
-
-
-def check_sidecar(path: Location, checksums: Checksums) -> None:
-    """Read the sidecar of the file `path`. Raises DamagedFile unless it has these checksums."""
-    read_sidecar(path, _sidecar_of(checksums)[1])
+    return SidecarDigest(checksums.size, checksums.chunk_bytes, hashlib.sha256(content).hexdigest())
 
 
 def read_sidecar(path: Location, digest: SidecarDigest) -> Checksums:
@@ -84,9 +79,3 @@ def read_sidecar(path: Location, digest: SidecarDigest) -> Checksums:
             f"{sidecar}: its SHA-256 is not the one that was written; it is damaged or another file's"
         )
     return Checksums(digest.size, digest.chunk_bytes, tuple(content.decode().split()))
-
-
-def _sidecar_of(checksums: Checksums) -> tuple[bytes, SidecarDigest]:
-    content = "".join(f"{digest}\n" for digest in checksums.digests).encode()
-    sha256 = hashlib.sha256(content).hexdigest()
-    return content, SidecarDigest(checksums.size, checksums.chunk_bytes, sha256)
