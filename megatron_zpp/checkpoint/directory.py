@@ -36,7 +36,6 @@ _Read = TypeVar("_Read")
 
 
 def checkpoint_name(iteration: int) -> str:
-    """The name of the checkpoint of an iteration."""
     return f"iter_{iteration:07d}"
 
 

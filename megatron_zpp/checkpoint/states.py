@@ -37,17 +37,14 @@ from megatron_zpp.zero.model_states import WEIGHTS
 
 
 def tensor_name(kind: str, unit: int) -> str:
-    """The name of a unit's shard in a rank's file."""
     return f"{kind}/unit_{unit}"
 
 
 def buffer_name(name: str) -> str:
-    """The name of a buffer in rank 0's file."""
     return f"buffer/{name}"
 
 
 def row_moments_name(name: str) -> str:
-    """The name of the moments of a parameter's rows in rank 0's file."""
     return f"row_moments/{name}"
 
 
@@ -171,7 +168,6 @@ def placement_of(name: str, entry: Mapping[str, Any], tensor: int) -> tuple[Plac
 
 
 def describe_buffers(engine: ZeroEngine) -> dict[str, dict[str, Any]]:
-    """The shape and dtype of each persistent buffer."""
     return {
         name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype]}
         for name, buffer in engine.buffers.persistent().items()
@@ -189,7 +185,6 @@ def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
 
 
 def describe_unit(layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """The same of one unit."""
     described: dict[str, dict[str, Any]] = {}
     for placement, offset in zip(layout.placements, layout.offsets, strict=True):
         entry = described[placement.name] = {"shape": list(placement.shape), "offset": offset}

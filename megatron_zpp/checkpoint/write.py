@@ -40,7 +40,6 @@ class SaveFailed(OSError):
 
 
 def shard_file_name(rank: int) -> str:
-    """The name of the file with a rank's shards."""
     return f"rank_{rank:05d}.safetensors"
 
 

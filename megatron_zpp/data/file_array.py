@@ -109,7 +109,6 @@ class FileArray:
         return self._read(number, number + 1)[0]
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        """Read the whole array."""
         return self[:].astype(self.dtype if dtype is None else dtype, copy=bool(copy))
 
     def gather(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -55,12 +55,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def index_path(prefix: str) -> str:
-    """PREFIX.idx."""
     return prefix + ".idx"
 
 
 def tokens_path(prefix: str) -> str:
-    """PREFIX.bin."""
     return prefix + ".bin"
 
 

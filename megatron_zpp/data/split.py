@@ -49,7 +49,6 @@ class DatasetSlice:
             )
 
     def _empty(self, split: str, config: DataConfig) -> ValueError:
-        """Return the error of a split without documents."""
         count, whole = self.source.num_sequences, self.source.num_sequences == self.source.num_documents
         fix = f"more {'documents' if whole else 'sequences'}"
         for text in _LARGER_SHARES:

@@ -184,7 +184,6 @@ class VerifiedFile:
         self.check([index for index, done in enumerate(self._checked) if not done], run)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _open(self) -> Ranges:
@@ -238,7 +237,6 @@ def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
 
 
 def checksums_of_bytes(content: bytes | bytearray) -> Checksums:
-    """Return the checksums of a file with this content."""
     view = memoryview(content)
     digests = [digest_of(view[at : at + CHUNK_BYTES]) for at in range(0, len(content), CHUNK_BYTES)]
     return Checksums(len(content), CHUNK_BYTES, tuple(digests))
@@ -256,5 +254,4 @@ def verify_file(
 
 
 def digest_of(chunk: bytes | memoryview) -> str:
-    """Return the digest of one chunk."""
     return hashlib.sha256(chunk).hexdigest()

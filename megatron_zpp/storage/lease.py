@@ -147,7 +147,6 @@ class Lease:
             raise LeaseLost(self._lost)
 
     def _take(self, say: Callable[[str], None]) -> None:
-        """Take the lease. Raises Held."""
         while True:
             with contextlib.suppress(FileExistsError, Conflict):
                 self._record.create(self._holder.encode())

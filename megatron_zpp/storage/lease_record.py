@@ -67,7 +67,6 @@ class FileRecord:
                 self._path.parent.rmdir()
 
     def close(self) -> None:
-        """Close it."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             with contextlib.suppress(OSError):  # network file systems report errors here; all is on disk

@@ -116,7 +116,6 @@ class FileRanges:
             os.posix_fadvise(self._descriptor, start, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close it."""
         os.close(self._descriptor)
 
 

@@ -47,12 +47,10 @@ class SidecarDigest:
 
     @property
     def sidecar_bytes(self) -> int:
-        """The size of the sidecar."""
         return _LINE * -(-self.size // self.chunk_bytes)
 
 
 def sidecar_path(path: Location) -> Location:
-    """The path of a file's sidecar."""
     return path.with_name(f"{path.name}.sha256")
 
 

@@ -106,11 +106,9 @@ class _Weights:
             self.shapes[name] = (model.vocabulary(entries), *self.shapes[name][1:])
 
     def bytes_of(self, name: str) -> int:
-        """The bytes of a parameter in fp32."""
         return 4 * math.prod(self.shapes[name])
 
     def read(self, name: str) -> Tensor:
-        """A parameter in fp32."""
         return self.reader.parameter(name)[: self.shapes[name][0]]
 
 

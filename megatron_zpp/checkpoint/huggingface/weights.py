@@ -58,7 +58,6 @@ class HuggingFaceWeights:
         self.close()
 
     def close(self) -> None:
-        """Close the files."""
         self._slices = {}
         self._open_files.close()
 
@@ -93,12 +92,10 @@ class HuggingFaceWeights:
         return found
 
     def parameter(self, name: str) -> Tensor:
-        """Return one of our parameters, whole."""
         shape = self.shapes[name]
         return self.elements(name, 0, math.prod(shape)).view(shape)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return all of them by our names, whole."""
         return {name: self.parameter(name) for name in self.shapes}
 
     def _open(self) -> dict[str, Any]:

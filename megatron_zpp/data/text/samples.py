@@ -113,7 +113,6 @@ class TextDataset(KnownSamples):
                 raise self._too_few()
 
     def _too_few(self) -> ValueError:
-        """Return the error of an epoch without a window."""
         tokens = int(self._cache.counts(np.arange(self._order.first, self._order.last)).sum())
         return option_error(
             "--seq-length",

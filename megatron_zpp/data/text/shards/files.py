@@ -38,7 +38,6 @@ class ShardFile:
         return _is_url(self.path)
 
     def record(self) -> ShardRecord:
-        """Return what a checkpoint keeps of the file."""
         name = _REVISION.sub(r"\1/", self.path) if self.remote else os.path.abspath(self.path)
         return ShardRecord(name, self.contents, self.modified)
 
