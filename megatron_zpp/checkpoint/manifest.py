@@ -66,10 +66,7 @@ def marker_of(directory: Location) -> str | None:
 
 
 def read_manifest(directory: Location) -> dict[str, Entry]:
-    """The entries by file name.
-
-    Raises DamagedFile if marker and manifest disagree, ValueError for an unknown version of the format.
-    """
+    """The entries by file name. Raises DamagedFile, and ValueError for an unknown version of the format."""
     path = directory / MANIFEST
     try:
         marker, text = read_limited(directory / MARKER, _MARKER_LIMIT), read_limited(path, JSON_LIMIT)

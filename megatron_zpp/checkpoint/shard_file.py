@@ -73,10 +73,7 @@ def write_shard_file(
 
 
 class ShardFile:
-    """Reads a file of `write_shard_file`. Raises DamagedFile if it differs from what was written.
-
-    `recent`: see VerifiedFile.
-    """
+    """Reads a file of `write_shard_file`, as VerifiedFile does. Raises DamagedFile if it has changed."""
 
     def __init__(
         self,

@@ -49,10 +49,7 @@ def row_moments_name(name: str) -> str:
 
 
 def saved_mesh(state: dict[str, Any]) -> Mesh:
-    """The mesh of the run that wrote state.json, as rank 0 saw it.
-
-    Raises ValueError, or KeyError without `ranks`.
-    """
+    """The mesh of the run that wrote state.json. Raises ValueError, or KeyError without `ranks`."""
     ranks = state["ranks"]
     nodes, context, tensor = sizes = [state.get(name, 1) for name in ("nodes", "context", "tensor")]
     if any(type(size) is not int or size < 1 for size in (ranks, *sizes)) or ranks % math.prod(sizes):
@@ -63,14 +60,9 @@ def saved_mesh(state: dict[str, Any]) -> Mesh:
     return Mesh(nodes=nodes, local_ranks=local, context_ranks=context, tensor_ranks=tensor)
 
 
-def saved_kinds(engine: ZeroEngine, *, with_optimizer: bool) -> tuple[str, ...]:
-    """The kinds of states that a checkpoint has of each unit."""
-    return engine.states.kinds if with_optimizer else (WEIGHTS,)
-
-
 def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
     """This rank's shards by name: the engine's memory, which optimizer steps change; copies of few rows."""
-    kinds = saved_kinds(engine, with_optimizer=with_optimizer)
+    kinds = engine.states.kinds if with_optimizer else (WEIGHTS,)
     shards = {
         tensor_name(name, index): shard
         for kind in kinds
@@ -94,7 +86,7 @@ def describe_state(
     tokenizer: dict[str, Any],
 ) -> dict[str, Any]:
     """The content of state.json; every rank must call it. Waits for the device."""
-    kinds, mesh = saved_kinds(engine, with_optimizer=with_optimizer), engine.mesh
+    kinds, mesh = engine.states.kinds if with_optimizer else (WEIGHTS,), engine.mesh
     state = {
         "progress": asdict(progress),
         "with_optimizer": with_optimizer,

@@ -139,10 +139,7 @@ class _Save:
         return self.exchange.get("outcome")
 
     def attempt(self, action: Callable[[OnProgress], Any]) -> tuple[Any, str | None]:
-        """What an action returns, and why it failed, in one line; one is None.
-
-        Catches OSError and ValueError.
-        """
+        """What an action returns, and its OSError or ValueError in one line; one is None."""
         try:
             return self.files.run(action, self.exchange), None
         except (OSError, ValueError) as error:
@@ -172,10 +169,7 @@ class _Save:
 
 
 def _outcome(exchange: Exchange) -> str | None:
-    """The result that rank 0 publishes after a `commit`.
-
-    If rank 0 is dead, its missing heartbeat ends this process.
-    """
+    """Rank 0's result after a `commit`. If rank 0 is dead, its missing heartbeat ends this process."""
     while True:
         with suppress(NoProgress):
             return exchange.get("outcome")

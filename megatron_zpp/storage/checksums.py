@@ -245,10 +245,7 @@ def checksums_of_bytes(content: bytes | bytearray) -> Checksums:
 def verify_file(
     path: Location, checksums: Checksums, run: Runner = map, on_progress: OnProgress = no_report
 ) -> None:
-    """Raise DamagedFile, with the offset, unless the content of the file has these checksums.
-
-    `run` may be the map of a thread pool.
-    """
+    """Raise DamagedFile, with the offset, unless the file has these checksums; `run` as of VerifiedFile."""
     with closing(VerifiedFile(path, checksums, on_progress)) as file:
         file.check_rest(run)
 
