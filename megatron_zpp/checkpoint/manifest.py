@@ -55,10 +55,7 @@ def is_committed(directory: Location) -> bool:
 
 
 def marker_of(directory: Location) -> str | None:
-    """The content of the marker, which identifies that of the whole checkpoint; None if there is none.
-
-    Raises OSError if the file system does.
-    """
+    """The content of the marker, which identifies that of the checkpoint; None without. Raises OSError."""
     try:
         return read_limited(directory / MARKER, _MARKER_LIMIT).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError, UnfitFile):

@@ -28,10 +28,7 @@ _NEAR = 1 << 15  # bytes; rows within this distance are fetched by one read
 class OpenFile:
     """A regular file that stays open for as long as this object lives; a process that gets it opens it again.
 
-    path   as passed to the constructor
-    size   bytes, when the file was opened
-
-    Raises OSError from the file system, and UnfitFile if the file is not regular.
+    `size` is its bytes when it was opened. Raises OSError, and UnfitFile if the file is not regular.
     """
 
     def __init__(self, path: str | Path) -> None:

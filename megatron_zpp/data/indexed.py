@@ -85,9 +85,8 @@ class IndexedDataset(Source):
     checksums          of both files as they were written, or None
 
     Raises ValueError, one line with the file, the byte offset, what was found and what was expected, if a
-    file is missing, empty, truncated, too long or of another format, if there are no tokens or their type is
-    not an integer, or if checksums, lengths, pointers, document indices and the size of PREFIX.bin do not
-    agree. Reading an array raises DamagedFile, a ValueError, if its file has become shorter since.
+    file is missing or anything in it does not fit, and if there are no tokens. Reading an array raises
+    DamagedFile, a ValueError, if its file has become shorter since.
     """
 
     def __init__(self, prefix: str | Path, cache: str | None = None) -> None:
@@ -134,9 +133,8 @@ class IndexedDataset(Source):
 
     def token_ranges(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return first token and end of each sequence: (len,) integers to two arrays (len,) int64."""
-        both = (
-            self._bounds.gather(sequences, np.full(len(sequences), 2)).reshape(-1, 2) // self.dtype.itemsize
-        )
+        bounds = self._bounds.gather(sequences, np.full(len(sequences), 2))
+        both = bounds.reshape(-1, 2) // self.dtype.itemsize
         ends = np.where(sequences == self.num_sequences - 1, self.num_tokens, both[:, 1])
         return both[:, 0], ends
 

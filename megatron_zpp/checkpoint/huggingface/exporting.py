@@ -43,13 +43,10 @@ def export_checkpoint(
         model = reader.config().model
         try:
             tokenizer, files = trained_tokenizer(reader)
+            rows = model.vocabulary(tokenizer.vocab_size)
+            described = huggingface_values(model, rows, tokenizer.eod)
         except DamagedFile:
             raise
-        except ValueError as error:
-            raise named.error(str(error)) from None
-        rows = model.vocabulary(tokenizer.vocab_size)
-        try:
-            described = huggingface_values(model, rows, tokenizer.eod)
         except ValueError as error:
             raise named.error(str(error)) from None
         weights = _Weights(reader, model, tokenizer.vocab_size)

@@ -52,9 +52,8 @@ class TextDataset(KnownSamples):
         ValueError if a line holds no document, or if there are fewer tokens than a sample needs.
         """
         if samples is None or self._order.groups == 1:
-            self._cache.fill(
-                np.concatenate([self._order.blocks(group) for group in range(self._order.groups)])
-            )
+            groups = range(self._order.groups)
+            self._cache.fill(np.concatenate([self._order.blocks(group) for group in groups]))
             self._find_ends(groups=self._order.groups)
             self.windows_per_epoch = self._ends[-1]
         elif samples:
@@ -114,13 +113,10 @@ class TextDataset(KnownSamples):
 
     def _too_few(self) -> ValueError:
         tokens = int(self._cache.counts(np.arange(self._order.first, self._order.last)).sum())
-        return option_error(
-            "--seq-length",
-            self._seq_length,
-            f"one sample needs {self._seq_length + 1} tokens, but the {self._split} split of "
-            f"{self.source.name} has {tokens}; give more text, a larger share in --split, or a shorter "
-            "length",
-        )
+        has = f"the {self._split} split of {self.source.name} has {tokens}"
+        fix = "give more text, a larger share in --split, or a shorter length"
+        needs = f"one sample needs {self._seq_length + 1} tokens, but {has}; {fix}"
+        return option_error("--seq-length", self._seq_length, needs)
 
     def _ring(self, group: int) -> np.ndarray:
         if group not in self._rings:

@@ -23,13 +23,7 @@ _PIECE = 8 << 20  # bytes of a request when a whole object is copied
 
 
 class ObjectFile:
-    """An object with the interface of `OpenFile`. Reading several ranges sends several requests at once.
-
-    path   its URL
-    size   bytes, when it was opened
-
-    Raises ObjectError.
-    """
+    """An object, with the interface of `OpenFile`; several ranges are read at once. Raises ObjectError."""
 
     def __init__(self, path: ObjectPath) -> None:
         self.path, self._ranges = str(path), path.status()
