@@ -15,10 +15,8 @@ TABLES = ("embedding.tokens.weight", "head.output.weight")  # with a row for eac
 def check_tokenizer(path: Location, saved: dict[str, Any], present: dict[str, Any]) -> None:
     """Raise ValueError unless both tokenizers are the same."""
     if saved != present:
-        raise ValueError(
-            f"{path}: was trained with {in_words(saved)}, this run has {in_words(present)}; give the "
-            "tokenizer flags of that run"
-        )
+        differ = f"was trained with {in_words(saved)}, this run has {in_words(present)}"
+        raise ValueError(f"{path}: {differ}; give the tokenizer flags of that run")
 
 
 def check_units(

@@ -226,10 +226,8 @@ def _commit(
         path = partial / shard_file_name(rank)
         files[path.name] = SidecarDigest.from_json(report["digest"], path)
         if sizes.get(path.name) != files[path.name].size:
-            raise OSError(
-                f"{path}: rank {rank} wrote it, but it is not there as seen from here; --save must name a "
-                "directory that all nodes share"
-            )
+            problem = f"rank {rank} wrote it, but it is not there as seen from here"
+            raise OSError(f"{path}: {problem}; --save must name a directory that all nodes share")
         on_progress()
     write_manifest(partial, files, version)
     on_progress()  # raises if the save was abandoned, before a directory gets its name

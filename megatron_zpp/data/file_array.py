@@ -51,14 +51,10 @@ class OpenFile:
                 return content
             now = os.fstat(self._descriptor).st_size
         except OSError as error:
-            end = start + size
-            raise DamagedFile(
-                f"{self.path}: bytes {start} to {end} cannot be read: {error.strerror}"
-            ) from None
-        raise DamagedFile(
-            f"{self.path}: has {now} bytes, and had {self.size} when it was opened: another program has "
-            "shortened it; restore it and start again"
-        )
+            where = f"{self.path}: bytes {start} to {start + size}"
+            raise DamagedFile(f"{where} cannot be read: {error.strerror}") from None
+        fix = "another program has shortened it; restore it and start again"
+        raise DamagedFile(f"{self.path}: has {now} bytes, and had {self.size} when it was opened: {fix}")
 
     def read_each(self, starts: list[int], sizes: list[int]) -> bytes:
         """Return the bytes [start, start + size) of each start, concatenated. Raises like `read`."""

@@ -208,10 +208,8 @@ def _read_header(file: AnyFile) -> tuple[np.dtype, int, int]:
     if version != VERSION:
         raise ValueError(f"{path}: byte 9: version {version}; only version {VERSION} is supported")
     if code not in DTYPE_CODES or np.dtype(DTYPE_CODES[code]).kind == "f":
-        raise ValueError(
-            f"{path}: byte 17: dtype code {code} is not an integer type: 1 uint8, 2 int8, 3 int16, 4 int32, "
-            "5 int64 or 8 uint16"
-        )
+        integers = "1 uint8, 2 int8, 3 int16, 4 int32, 5 int64 or 8 uint16"
+        raise ValueError(f"{path}: byte 17: dtype code {code} is not an integer type: {integers}")
     return np.dtype(DTYPE_CODES[code]), sequences, documents
 
 
@@ -250,10 +248,8 @@ def check_lengths_and_pointers(path: str, lengths: Rows, pointers: Rows, itemsiz
         chunk = lengths[first : first + _CHUNK].astype(np.int64)
         if chunk.min() < 0:
             at = int(np.argmax(chunk < 0))
-            raise ValueError(
-                f"{path}: byte {lengths_at + 4 * (first + at)}: sequence {first + at} has length "
-                f"{chunk[at]}; lengths must be 0 or more"
-            )
+            where = f"{path}: byte {lengths_at + 4 * (first + at)}: sequence {first + at}"
+            raise ValueError(f"{where} has length {chunk[at]}; lengths must be 0 or more")
         ends = position + np.cumsum(chunk) * itemsize
         expected = ends - chunk * itemsize
         found = pointers[first : first + _CHUNK]
@@ -279,10 +275,8 @@ def check_document_indices(path: str, indices: Rows, sequences: int) -> None:
         falls = chunk[1:] < chunk[:-1]
         if falls.any():
             at = first + int(np.argmax(falls)) + 1
-            raise ValueError(
-                f"{path}: byte {indices_at + 8 * at}: document index {at} is {indices[at]}, below the "
-                f"{indices[at - 1]} before it"
-            )
+            where = f"{path}: byte {indices_at + 8 * at}: document index {at}"
+            raise ValueError(f"{where} is {indices[at]}, below the {indices[at - 1]} before it")
     if indices[-1] != sequences:
         at = indices_at + 8 * (indices.size - 1)
         raise ValueError(

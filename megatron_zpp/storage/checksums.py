@@ -220,10 +220,8 @@ class VerifiedFile:
                 raise DamagedFile(f"{self.path}: became shorter while it was read")
             done += count
         if digest_of(target) != self._checksums.digests[index]:
-            raise DamagedFile(
-                f"{self.path}: damaged between bytes {first} and {first + len(target)}: its SHA-256 is not "
-                "the one that was written"
-            )
+            where = f"{self.path}: damaged between bytes {first} and {first + len(target)}"
+            raise DamagedFile(f"{where}: its SHA-256 is not the one that was written")
 
 
 def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:

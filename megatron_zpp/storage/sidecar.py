@@ -1,12 +1,7 @@
 """The digests of a file's chunks in a second file beside it, its sidecar, which has one digest in turn.
 
-A reader that knows the digest of the sidecar can check any chunk of the file: a hash tree of two levels. The
-sidecar of NAME is NAME.sha256: for each chunk, in order, the SHA-256 of the chunk in 64 hexadecimal digits
-of lower case, and a newline. What a reader must know of a file and its sidecar, in JSON:
-
-    {"bytes": 9437184, "chunk_bytes": 4194304, "sha256": "4f8cb1…"}
-
-`sha256` is the SHA-256 of the sidecar's content.
+A reader that knows the digest of the sidecar can check any chunk of the file: a hash tree of two levels.
+docs/internals/checkpoints.md has the format of both, under "Digests".
 """
 
 import hashlib
@@ -31,7 +26,7 @@ class SidecarDigest:
     sha256: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value described in the module's docstring."""
+        """Return what a manifest has of the file."""
         return {"bytes": self.size, "chunk_bytes": self.chunk_bytes, "sha256": self.sha256}
 
     @classmethod

@@ -45,10 +45,8 @@ def read_settings(path: Path, args: Mapping[str, Any], divisible_by: int) -> tup
     Raises ValueError, in one line, for a model that ours cannot be.
     """
     if missing := [name for name in _NEEDED if type(args.get(name)) is not int]:
-        raise ValueError(
-            f"{path}: its args do not say {missing[0]}, so the shape of its model is unknown; save it again "
-            "with the program's args in it"
-        )
+        problem = f"its args do not say {missing[0]}, so the shape of its model is unknown"
+        raise ValueError(f"{path}: {problem}; save it again with the program's args in it")
     for name, allowed in _ONLY.items():
         value = args.get(name)
         if value not in allowed:
@@ -88,10 +86,8 @@ def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
     if args.get("use_rotary_position_embeddings"):
         kind = "rope"
     if kind not in ("learned_absolute", "rope", "yarn", "alibi", "none"):
-        raise ValueError(
-            f"{path}: its model has position_embedding_type {kind!s:.40}; must be learned_absolute, "
-            "rope, yarn, alibi or none"
-        )
+        fix = "must be learned_absolute, rope, yarn, alibi or none"
+        raise ValueError(f"{path}: its model has position_embedding_type {kind!s:.40}; {fix}")
     found = {"position_embedding_type": kind}
     if kind in ("rope", "yarn"):
         if bases := _rotary_bases(path, args):

@@ -44,10 +44,8 @@ def read_torch_dist(path: Path) -> ForeignModel:
     """Return the model of an iteration's directory. Raises ValueError or DamagedFile, in one line."""
     backend = read_json_object("DIRECTORY", str(path / "metadata.json")).get("sharded_backend")
     if backend != "torch_dist":
-        raise ValueError(
-            f"{path}: its sharded_backend is {backend!s:.30}; save it again with "
-            "--dist-ckpt-format torch_dist"
-        )
+        fix = "save it again with --dist-ckpt-format torch_dist"
+        raise ValueError(f"{path}: its sharded_backend is {backend!s:.30}; {fix}")
     common = read_state(path / "common.pt")
     metadata = read_pickle_file(path / ".metadata")
     try:

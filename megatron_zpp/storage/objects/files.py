@@ -35,10 +35,8 @@ class ObjectFile:
         try:
             return self._ranges.read(start, size)
         except ObjectError as error:
-            end = start + size
-            raise DamagedFile(
-                f"{self.path}: bytes {start} to {end} cannot be read: {error.strerror}"
-            ) from None
+            where = f"{self.path}: bytes {start} to {start + size}"
+            raise DamagedFile(f"{where} cannot be read: {error.strerror}") from None
 
     def read_each(self, starts: list[int], sizes: list[int]) -> bytes:
         """Return the bytes [start, start + size) of each start, concatenated. Raises like `read`."""
