@@ -51,10 +51,8 @@ def read_again_after_error(path: object, read: Callable[[], _Result]) -> _Result
     for last in (False, True):
         try:
             return read()
-        except ObjectError:
-            raise
         except OSError as error:
-            if says_what_is_there(error):
+            if isinstance(error, ObjectError) or says_what_is_there(error):
                 raise
             if last:
                 raise OSError(error.errno, error.strerror or str(error), str(path)) from None
