@@ -88,9 +88,9 @@ def save(
     )
     shards = shards_of(engine, with_optimizer=with_optimizer)
     exchange = Exchange(store, engine.topology, timeout, f"save/{path}")
-    written, checksums = write_checkpoint(path, shards, state, exchange, files, may_write=may_write)
+    written, digest = write_checkpoint(path, shards, state, exchange, files, may_write=may_write)
     if reads_back:
-        read_back(written, checksums, Exchange(store, engine.topology, timeout, f"read back/{path}"), files)
+        read_back(written, digest, Exchange(store, engine.topology, timeout, f"read back/{path}"), files)
     return written
 
 

@@ -51,49 +51,44 @@ def check_values(model: nn.Module, *, given: bool) -> None:
     first: tuple[str, torch.dtype] | None = None
     memory: dict[int, str] = {}  # of parameters with values, by address
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, Unreadable):
-            raise ValueError(
-                f"{name}: is another engine's; build a model anew, and load that one's state_dict"
-            )
-        if isinstance(parameter, nn.UninitializedParameter):
-            raise ValueError(f"{name}: has no shape yet; run one batch through the model first")
-        if type(parameter) is not nn.Parameter:
-            raise ValueError(
-                f"{name}: is a {type(parameter).__name__}, and the engine trains a plain parameter in its "
-                "place; let the forward make the other one of a plain one"
-            )
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"{name}: has a hook, and the engine trains another parameter in its place; let the forward "
-                "register the hook on what it computes of the parameter"
-            )
-        if given and not parameter.is_meta:
-            raise ValueError(
-                f"{name}: is on {parameter.device}, and initialize would replace its values; build the model "
-                'under torch.device("meta"), or omit initialize'
-            )
-        if parameter.dtype == torch.float64:
-            raise ValueError(f"{name}: is torch.float64, and master weights are fp32; call model.float()")
+        if problem := _problem_of(parameter, given=given):
+            raise ValueError(f"{name}: {problem}")
         if address := parameter.data_ptr():
             _check_memory(name, memory.setdefault(address, name))
         first = first or (name, parameter.dtype)
         if parameter.dtype != first[1] and parameter.is_floating_point():
-            raise ValueError(
-                f"{name}: is {parameter.dtype}, and {first[0]} is {first[1]}; all parameters are computed in "
-                "PrecisionConfig's format, so give all the same dtype"
-            )
+            fix = "all parameters are computed in PrecisionConfig's format, so give all the same dtype"
+            raise ValueError(f"{name}: is {parameter.dtype}, and {first[0]} is {first[1]}; {fix}")
     for name, buffer in model.named_buffers():
         if buffer.layout is torch.strided:
             _check_memory(name, memory.get(buffer.data_ptr(), name))
 
 
+def _problem_of(parameter: nn.Parameter, *, given: bool) -> str | None:
+    """Why the engine cannot take over a parameter, whatever the others are; None if it can."""
+    if isinstance(parameter, Unreadable):
+        return "is another engine's; build a model anew, and load that one's state_dict"
+    if isinstance(parameter, nn.UninitializedParameter):
+        return "has no shape yet; run one batch through the model first"
+    if type(parameter) is not nn.Parameter:
+        fix = "let the forward make the other one of a plain one"
+        return f"is a {type(parameter).__name__}, and the engine trains a plain parameter in its place; {fix}"
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        fix = "let the forward register the hook on what it computes of the parameter"
+        return f"has a hook, and the engine trains another parameter in its place; {fix}"
+    if given and not parameter.is_meta:
+        fix = 'build the model under torch.device("meta"), or omit initialize'
+        return f"is on {parameter.device}, and initialize would replace its values; {fix}"
+    if parameter.dtype == torch.float64:
+        return "is torch.float64, and master weights are fp32; call model.float()"
+    return None
+
+
 def _check_memory(name: str, owner: str) -> None:
     """Raise ValueError unless a tensor has memory of its own: `owner` is the first that has it."""
     if owner != name:
-        raise ValueError(
-            f"{name}: has the memory of {owner}, and would not have it under the engine; to tie parameters "
-            "let both modules have the same one, or give a copy"
-        )
+        fix = "to tie parameters let both modules have the same one, or give a copy"
+        raise ValueError(f"{name}: has the memory of {owner}, and would not have it under the engine; {fix}")
 
 
 def check_model(
@@ -231,10 +226,8 @@ def _check_parameters(model: nn.Module, units: NamedUnits) -> None:
                 )
             first_key, first = owners.setdefault(id(parameter), (key, name))
             if first_key != key:
-                raise ValueError(
-                    f"{name}: is tied to {first}; modules that share a parameter must be parts of one unit, "
-                    "or units of their own with no other parameters"
-                )
+                fix = "must be parts of one unit, or units of their own with no other parameters"
+                raise ValueError(f"{name}: is tied to {first}; modules that share a parameter {fix}")
             owner, _, leaf = path.rpartition(".")
             places.add((id(module.get_submodule(owner)), leaf))
     for path, owner_module in model.named_modules():
@@ -269,10 +262,8 @@ def _check_modules(model: nn.Module, ranks: int) -> None:
         for key in vars(module).keys() - of_torch:
             for leaf in tree_leaves(vars(module)[key]):
                 if id(leaf) in names:
-                    raise ValueError(
-                        f"{inside(path, key)}: has the parameter {names[id(leaf)]}, which the engine "
-                        "replaces where it is registered; keep its module or its name"
-                    )
+                    what = f"has the parameter {names[id(leaf)]}, which the engine replaces where it is"
+                    raise ValueError(f"{inside(path, key)}: {what} registered; keep its module or its name")
 
 
 def _check_known(argument: str, names: Collection[str], known: Sequence[str], kind: str) -> None:

@@ -259,9 +259,9 @@ class ZeroEngine(engine.ZeroEngine):
         )
         path = location(os.fspath(directory)) / checkpoint_name(self.iteration)
         shards, exchange = shards_of(self, with_optimizer=True), self._exchange("save")
-        path, checksums = write_checkpoint(path, shards, state | {"extra": extra}, exchange, self._files)
+        path, digest = write_checkpoint(path, shards, state | {"extra": extra}, exchange, self._files)
         if keep_last is not None:
-            read_back(path, checksums, self._exchange("read-back"), self._files)
+            read_back(path, digest, self._exchange("read-back"), self._files)
             if self.mesh.rank == 0:
                 remove_old(path.parent, keep_last, None, newest=path)
         return path

@@ -36,7 +36,6 @@ _Read = TypeVar("_Read")
 
 
 def checkpoint_name(iteration: int) -> str:
-    """The name of the checkpoint of an iteration."""
     return f"iter_{iteration:07d}"
 
 
@@ -113,12 +112,7 @@ def _is_uncommitted(path: Location) -> bool:
 
 
 def candidates(directory: str, iteration: int | None = None, flag: str = "--load") -> list[Location]:
-    """The committed checkpoints, newest first, or only that of `iteration`; empty for an empty directory.
-
-    `flag` is the flag that named the directory, for errors. Raises ValueError if `iteration` is missing, if
-    another program wrote what is there, if the directory is itself a checkpoint, if there are checkpoints but
-    none is committed, and if there is none but the tracker names one.
-    """
+    """All that `each_candidate` yields."""
     return list(each_candidate(directory, iteration, flag))
 
 
@@ -163,9 +157,12 @@ def removed_too_often(path: Location) -> ValueError:
 
 
 def each_candidate(directory: str, iteration: int | None = None, flag: str = "--load") -> Iterator[Location]:
-    """Yield `candidates` one by one: who needs the newest alone does not ask for the marker of each.
+    """Yield the committed checkpoints, newest first, or only that of `iteration`; none of an empty directory.
 
-    Raises ValueError as `candidates` does, before the first.
+    Who needs the newest alone does not ask for the marker of each. `flag` named the directory. Raises
+    ValueError, before the first, if `iteration` is missing, if another program wrote what is there, if the
+    directory is itself a checkpoint, if there are checkpoints but none is committed, and if there is none but
+    the tracker names one.
     """
     try:
         root = location(directory)

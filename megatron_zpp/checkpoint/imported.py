@@ -86,14 +86,9 @@ def write_imported(
     }
     path, exchange = target / checkpoint_name(0), Exchange(dist.HashStore(), Topology(), _TIMEOUT, "import")
     write_checkpoint(path, tensors, state, exchange, FileWorker(), beside=tokenizer.files)
-    _check(path, read)
-    return f"{path}: {MODEL} gives a run with --load {target} its model and tokenizer"
-
-
-def _check(path: Path, read: ReadParameter) -> None:
-    """Raise DamagedFile unless a run would read the weights that were imported."""
     with CheckpointReader(path) as reader:
         for name, weight in reader.parameters().items():
             if not torch.equal(weight.view(torch.int32), read(name).view(torch.int32)):
                 raise DamagedFile(f"{path}: {name} is not what was imported")
         reader.check_rest(0, 1)
+    return f"{path}: {MODEL} gives a run with --load {target} its model and tokenizer"

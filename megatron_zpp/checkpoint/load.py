@@ -87,10 +87,7 @@ def load_checkpoint(
 
 
 def saved_settings(path: Location) -> tuple[dict[str, Any], int, list[str]]:
-    """Of the run that saved a checkpoint, after it was loaded.
-
-    Settings by part and field, data ranks, and the kinds of states that were saved.
-    """
+    """Settings by part and field, data ranks and saved kinds of states, of a checkpoint that was loaded."""
     state = saved_state(path)
     return state["config"], saved_mesh(state).data_ranks, state.get("kinds", [])
 

@@ -1,11 +1,8 @@
 """Writes and reads the manifest, which lists the files of a checkpoint, and the marker, written last.
 
-manifest.json   {"format_version": 6, 8, 10 or 11, "files": {NAME: entry, …}}
-COMMITTED       the SHA-256 of manifest.json in hexadecimal, and a newline
-
-An entry has the size of the file and the digest of its sidecar (storage/sidecar.py), which the rank that
-wrote the file has written; or, of the few small files that rank 0 writes, the digests of its chunks
-(storage/checksums.py). In versions before 6 all entries had all digests.
+docs/internals/checkpoints.md has the format and its versions. An entry has the size of the file and the
+digest of its sidecar (storage/sidecar.py), which the rank that wrote the file has written; or, of the few
+small files that rank 0 writes, the digests of its chunks (storage/checksums.py).
 
 A directory without a marker is not a checkpoint; one whose marker, manifest and files disagree is damaged.
 """
@@ -25,9 +22,6 @@ FORMAT_VERSION = 6
 BUFFERS_VERSION = 8  # with buffers, or frozen units, which have no moments
 FORMS_VERSION = 10  # with states in fewer bytes than fp32
 AXES_VERSION = 11  # with units that are not sharded over all data and context ranks
-# In state.json, 2 has another name for dataset progress, 3 has no `nodes`, because rank r owned shard r, and
-# 4 has no `tensor`, because every rank had whole parameters. 5 has no sidecars. 7 has units of some rows of a
-# table, and 9 such rows that tensor ranks share; this program writes neither.
 READABLE_VERSIONS = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
 MANIFEST, MARKER = "manifest.json", "COMMITTED"
 Entry = SidecarDigest | Checksums
@@ -61,10 +55,7 @@ def is_committed(directory: Location) -> bool:
 
 
 def marker_of(directory: Location) -> str | None:
-    """The content of the marker, which identifies that of the whole checkpoint; None if there is none.
-
-    Raises OSError if the file system does.
-    """
+    """The content of the marker, which identifies that of the checkpoint; None without. Raises OSError."""
     try:
         return read_limited(directory / MARKER, _MARKER_LIMIT).decode(errors="replace")
     except (FileNotFoundError, NotADirectoryError, UnfitFile):
@@ -72,10 +63,7 @@ def marker_of(directory: Location) -> str | None:
 
 
 def read_manifest(directory: Location) -> dict[str, Entry]:
-    """The entries by file name.
-
-    Raises DamagedFile if marker and manifest disagree, ValueError for an unknown version of the format.
-    """
+    """The entries by file name. Raises DamagedFile, and ValueError for an unknown version of the format."""
     path = directory / MANIFEST
     try:
         marker, text = read_limited(directory / MARKER, _MARKER_LIMIT), read_limited(path, JSON_LIMIT)

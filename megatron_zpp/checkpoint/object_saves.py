@@ -1,11 +1,7 @@
-"""How a save to an object store becomes whole, without renaming anything.
+"""How a save to an object store becomes whole, without renaming anything: docs/internals/checkpoints.md.
 
-    iter_0000100/…             the files of the checkpoint, written where they stay; COMMITTED last
-    iter_0000100.partial       an empty object, there while files of the checkpoint are written or removed
-    iter_0000100.replacement   a checkpoint that replaces a committed one of the same iteration
-
-A directory without COMMITTED is not a checkpoint. If it has a `.partial` beside it, the next save removes it.
-A replacement counts as soon as the marker of the checkpoint that it replaces is removed.
+A directory without COMMITTED is not a checkpoint. If it has an object `.partial` beside it, the next save
+removes it. A `.replacement` counts as soon as the marker of the checkpoint that it replaces is removed.
 """
 
 from megatron_zpp.checkpoint.directory import (

@@ -29,15 +29,11 @@ class Progress:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Progress":
         """The inverse of `asdict`. Raises ValueError, KeyError or TypeError for other values."""
-        if type(value) is not dict:
-            raise TypeError(f"progress is {value!r}")
-        for name in ("iteration", "consumed_samples"):  # without them a run would begin anew
-            if name not in value:
-                raise KeyError(name)
         value = dict(value)
         if "standing" in value:  # its name in format version 2
             value["dataset_progress"] = value.pop("standing")
         value.pop("products", None)  # algorithms of matmuls, which versions with --gemm-algorithms saved
         if value.get("dataset_progress") is not None:
             value["dataset_progress"] = DatasetProgress.from_json(value["dataset_progress"])
-        return cls(**value)
+        # Without these two a run would begin anew.
+        return cls(value.pop("iteration"), value.pop("consumed_samples"), **value)

@@ -43,9 +43,7 @@ from megatron_zpp.storage.sidecar import read_sidecar
 from megatron_zpp.zero.held_states import WEIGHTS, HeldStates
 from megatron_zpp.zero.model_states import REFERENCE, name_beside, owners_of
 
-_RECENT = (
-    16  # chunks of all files together, 64 MiB: parts of a parameter are read from up to 8 files in turns
-)
+_RECENT = 16  # chunks of all files, 64 MiB: parts of a parameter are read from up to 8 files in turns
 _REQUESTS = 16  # chunks of objects at once: each waits for the store before its first byte
 _DECODED_AT_ONCE = 1 << 22  # elements: decoding needs several times the memory of their numbers
 STATE_LIMIT = 64 << 20  # bytes of state.json: 200 per parameter for 300,000 parameters, and the settings

@@ -15,10 +15,8 @@ TABLES = ("embedding.tokens.weight", "head.output.weight")  # with a row for eac
 def check_tokenizer(path: Location, saved: dict[str, Any], present: dict[str, Any]) -> None:
     """Raise ValueError unless both tokenizers are the same."""
     if saved != present:
-        raise ValueError(
-            f"{path}: was trained with {in_words(saved)}, this run has {in_words(present)}; give the "
-            "tokenizer flags of that run"
-        )
+        differ = f"was trained with {in_words(saved)}, this run has {in_words(present)}"
+        raise ValueError(f"{path}: {differ}; give the tokenizer flags of that run")
 
 
 def check_units(
@@ -42,20 +40,18 @@ def check_units(
     for name in sorted(theirs.keys() ^ ours.keys()):
         where = "missing from it" if name in ours else "not part of this model"
         raise _other_flag(path, saved_model, model) or ValueError(f"{path}: {name} is {where}; {fix}")
+    same_vocabulary = (  # before it is padded: the tokenizers are the same
+        isinstance(saved_model, Mapping)
+        and model is not None
+        and saved_model.get("padded_vocab_size", -1) == model.padded_vocab_size
+    )
     for name, entry in ours.items():
         was, now = tuple(theirs[name]["shape"]), tuple(entry["shape"])
-        padded = name in TABLES and was[1:] == now[1:] and _same_vocabulary(saved_model, model)
+        padded = name in TABLES and was[1:] == now[1:] and same_vocabulary
         if was != now and not padded:
             raise _other_flag(path, saved_model, model) or ValueError(
                 f"{path}: {name} has shape {was}, this model needs {now}; {fix}"
             )
-
-
-def _same_vocabulary(saved: Any, present: ModelConfig | None) -> bool:
-    """Whether two models, whose tokenizers are the same, have as many rows before these are padded."""
-    if not isinstance(saved, Mapping) or present is None or "padded_vocab_size" not in saved:
-        return False
-    return saved["padded_vocab_size"] == present.padded_vocab_size
 
 
 _OF_PARAMETERS = (  # the flags that decide which parameters there are; first those that others follow from

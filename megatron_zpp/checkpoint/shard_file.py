@@ -73,10 +73,7 @@ def write_shard_file(
 
 
 class ShardFile:
-    """Reads a file of `write_shard_file`. Raises DamagedFile if it differs from what was written.
-
-    `recent`: see VerifiedFile.
-    """
+    """Reads a file of `write_shard_file`, as VerifiedFile does. Raises DamagedFile if it has changed."""
 
     def __init__(
         self,
@@ -115,10 +112,8 @@ class ShardFile:
         prefix = bytearray(_LENGTH.size)
         self.file.read_into(0, memoryview(prefix))
         (length,) = _LENGTH.unpack(prefix)
-        if length > size - _LENGTH.size:
-            raise DamagedFile(f"{path}: a header of {length} bytes in a file of {size}")
-        if length > _HEADER_LIMIT:
-            raise DamagedFile(f"{path}: a header of {length} bytes; it may have {_HEADER_LIMIT}")
+        if length > (most := min(size - _LENGTH.size, _HEADER_LIMIT)):
+            raise DamagedFile(f"{path}: a header of {length} bytes; it may have {most}")
         header = bytearray(length)
         self.file.read_into(_LENGTH.size, memoryview(header))
         self._data = _LENGTH.size + length

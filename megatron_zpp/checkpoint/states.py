@@ -1,40 +1,24 @@
 """The states of an engine and a run that a checkpoint contains.
 
-Files contain shards as the ranks have them: `weights/unit_3` is one rank's shard of unit 3's flat buffer.
-The offset of a parameter in a flat buffer depends on the model and on the largest quantisation block of the
-run, and is stored in state.json. A rank of another run reads the slices of parameters that it owns from the
-shards that contain them. At stage 0 every rank writes an equal part of the states, which all ranks have.
-Of a split parameter, a flat buffer has one tensor rank's part; of others each tensor rank saves a copy.
-
-state.json contains the rest:
-    progress, with_optimizer, optimizer_steps, loss_scale, tokenizer, config
-    ranks, nodes, context, tensor   the mesh of the run: ranks of the job, each with a file, context and
-             tensor ranks. Its ranks of `shards` have a tensor rank's shards in this order. What older
-             versions lack is 1; without `nodes` rank r owns shard r
+docs/internals/checkpoints.md has the files, and where state.json says that a parameter lies: its mesh and
+units. A rank of another run reads the slices of parameters that it owns from the shards that contain them. At
+stage 0 every rank writes an equal part of the states, which all ranks have. Also in state.json, unless a run
+or an older version has none of it:
     buffers  `shape` and `dtype`, as safetensors calls it, of each persistent buffer by name; rank 0's file
-             has them as `buffer/NAME`. Absent in older versions
-    units    for each unit: `shard_numel`, elements of a shard; by name `parameters`: `shape` of the whole
-             parameter, `offset` of a tensor rank's part, and `split` into parts, if it is (`Split`). In
-             versions 7, 9 and 10 several units may have blocks of rows of one table: each names the table,
-             its whole `shape` and `split`, and `rows` has the block's first row and how many there are.
-             In version 11 a `split` may have the `axis`, [stride, size], of the ranks with the parts, which
-             are no tensor ranks then. The shards of the unit are those of ranks with equal parts.
-             `frozen` units have no optimizer states. `states`: by kind, the first element of the unit and
-             the one behind the last one that have it, if not all have
-    row_moments/NAME   in rank 0's file, with NorMuon: the moments of a parameter's rows. Not in state.json
-    kinds    states in the files for each unit: `engine.states.kinds`, or `weights` only; absent in older
-             versions, which had the weights and, if `with_optimizer`, AdamW's moments
+             has them as `buffer/NAME`
+    units    `frozen` ones have no optimizer states. `states`: by kind, the first element of the unit and the
+             one behind the last one that have it, if not all have
+    kinds    states in the files for each unit: `engine.states.kinds`, or `weights` only; older versions had
+             the weights and, if `with_optimizer`, AdamW's moments
     forms    the dtypes of kinds that are not fp32, which the files have as the ranks held them, with
-             `KIND_scales/unit_3` or `weights_corrections/unit_3` beside (ops/state_codes.py). Absent where
-             all are fp32, and in versions before 10
+             `KIND_scales/unit_3` or `weights_corrections/unit_3` beside (ops/state_codes.py)
     difference_formats   which units send weight differences in 8 bits next, and what decides on the step
-             after: `raised` and `measured` by unit; null where the run sends none, absent in older versions
+             after: `raised` and `measured` by unit
     last_norm   with --optimizer-in-backward, the norm of the last step's gradient, by which the next step is
-             clipped; absent in others
-    extra    what a program with an engine of its own keeps there; absent in others
-    matrices the parameters that Muon trains; absent without Muon, and in older versions
-    product_scaling   by linear map, what the scales of 8-bit products follow from (model/fp8/scaling.py);
-             null with other recipes and before the first step, absent in older versions
+             clipped
+    matrices the parameters that Muon trains. With NorMuon rank 0's file has `row_moments/NAME`, the moments
+             of a parameter's rows
+    product_scaling   by linear map, what the scales of 8-bit products follow from (model/fp8/scaling.py)
 """
 
 import math
@@ -53,25 +37,19 @@ from megatron_zpp.zero.model_states import WEIGHTS
 
 
 def tensor_name(kind: str, unit: int) -> str:
-    """The name of a unit's shard in a rank's file."""
     return f"{kind}/unit_{unit}"
 
 
 def buffer_name(name: str) -> str:
-    """The name of a buffer in rank 0's file."""
     return f"buffer/{name}"
 
 
 def row_moments_name(name: str) -> str:
-    """The name of the moments of a parameter's rows in rank 0's file."""
     return f"row_moments/{name}"
 
 
 def saved_mesh(state: dict[str, Any]) -> Mesh:
-    """The mesh of the run that wrote state.json, as rank 0 saw it.
-
-    Raises ValueError, or KeyError without `ranks`.
-    """
+    """The mesh of the run that wrote state.json. Raises ValueError, or KeyError without `ranks`."""
     ranks = state["ranks"]
     nodes, context, tensor = sizes = [state.get(name, 1) for name in ("nodes", "context", "tensor")]
     if any(type(size) is not int or size < 1 for size in (ranks, *sizes)) or ranks % math.prod(sizes):
@@ -82,14 +60,9 @@ def saved_mesh(state: dict[str, Any]) -> Mesh:
     return Mesh(nodes=nodes, local_ranks=local, context_ranks=context, tensor_ranks=tensor)
 
 
-def saved_kinds(engine: ZeroEngine, *, with_optimizer: bool) -> tuple[str, ...]:
-    """The kinds of states that a checkpoint has of each unit."""
-    return engine.states.kinds if with_optimizer else (WEIGHTS,)
-
-
 def shards_of(engine: ZeroEngine, *, with_optimizer: bool) -> dict[str, Tensor]:
     """This rank's shards by name: the engine's memory, which optimizer steps change; copies of few rows."""
-    kinds = saved_kinds(engine, with_optimizer=with_optimizer)
+    kinds = engine.states.kinds if with_optimizer else (WEIGHTS,)
     shards = {
         tensor_name(name, index): shard
         for kind in kinds
@@ -113,7 +86,7 @@ def describe_state(
     tokenizer: dict[str, Any],
 ) -> dict[str, Any]:
     """The content of state.json; every rank must call it. Waits for the device."""
-    kinds, mesh = saved_kinds(engine, with_optimizer=with_optimizer), engine.mesh
+    kinds, mesh = engine.states.kinds if with_optimizer else (WEIGHTS,), engine.mesh
     state = {
         "progress": asdict(progress),
         "with_optimizer": with_optimizer,
@@ -187,7 +160,6 @@ def placement_of(name: str, entry: Mapping[str, Any], tensor: int) -> tuple[Plac
 
 
 def describe_buffers(engine: ZeroEngine) -> dict[str, dict[str, Any]]:
-    """The shape and dtype of each persistent buffer."""
     return {
         name: {"shape": list(buffer.shape), "dtype": DTYPES[buffer.dtype]}
         for name, buffer in engine.buffers.persistent().items()
@@ -205,7 +177,6 @@ def describe_units(engine: ZeroEngine) -> list[dict[str, Any]]:
 
 
 def describe_unit(layout: Layout, mesh: Mesh) -> dict[str, Any]:
-    """The same of one unit."""
     described: dict[str, dict[str, Any]] = {}
     for placement, offset in zip(layout.placements, layout.offsets, strict=True):
         entry = described[placement.name] = {"shape": list(placement.shape), "offset": offset}

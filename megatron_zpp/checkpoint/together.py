@@ -16,11 +16,11 @@ from megatron_zpp.checkpoint.write import SaveFailed, shard_file_name
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.config.options import option_error
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
-from megatron_zpp.storage.checksums import Checksums, DamagedFile, OnProgress, thread_count, verify_file
+from megatron_zpp.storage.checksums import DamagedFile, OnProgress, thread_count, verify_file
 from megatron_zpp.storage.location import Location, location
 from megatron_zpp.storage.object_errors import ObjectError
 from megatron_zpp.storage.regular import open_ranges, says_what_is_there
-from megatron_zpp.storage.sidecar import check_sidecar, sidecar_path
+from megatron_zpp.storage.sidecar import SidecarDigest, read_sidecar, sidecar_path
 
 _Read = TypeVar("_Read")
 
@@ -142,16 +142,16 @@ def _agreed_candidates(
         return [named_checkpoint(location(directory), name) for name in exchange.get("candidates")]
 
 
-def read_back(path: Location, checksums: Checksums, exchange: Exchange, files: FileWorker) -> None:
+def read_back(path: Location, digest: SidecarDigest, exchange: Exchange, files: FileWorker) -> None:
     """Read the checkpoint `path` from the disk, on each rank the file that the rank has just written.
 
-    `checksums` are those that `write_checkpoint` returned. All ranks return, or all raise the same
+    `digest` is what `write_checkpoint` returned. All ranks return, or all raise the same
     NotReadBack, also if no rank made progress for the exchange's time-out.
     """
     file = path / shard_file_name(exchange.topology.rank)
     try:
         _, damage = read_together(
-            lambda on_progress: _verify(file, checksums, on_progress), exchange, files, "--save", path
+            lambda on_progress: _verify(file, digest, on_progress), exchange, files, "--save", path
         )
     except ValueError as problem:
         raise NotReadBack(str(problem)) from None
@@ -159,12 +159,12 @@ def read_back(path: Location, checksums: Checksums, exchange: Exchange, files: F
         raise NotReadBack(damage)
 
 
-def _verify(path: Location, checksums: Checksums, on_progress: OnProgress) -> None:
+def _verify(path: Location, digest: SidecarDigest, on_progress: OnProgress) -> None:
     """Raise DamagedFile, or FileNotFoundError, if the file or its sidecar is not what was written."""
     for file in (path, sidecar_path(path)):
         with closing(open_ranges(file)) as opened:
             opened.forget(0, 0)  # to the end: it would be read from the page cache otherwise
-    check_sidecar(path, checksums)
+    checksums = read_sidecar(path, digest)
     with ThreadPoolExecutor(thread_count(), thread_name_prefix="read back") as pool:
         verify_file(path, checksums, pool.map, on_progress)
 

@@ -18,10 +18,8 @@ def trained_tokenizer(reader: CheckpointReader) -> tuple[Tokenizer, TokenizerCon
     names = saved_names(config)
     inside = all(map(reader.has_file, names))
     if inside:
-        for name in (
-            *names,
-            *filter(reader.has_file, [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP] if names else []),
-        ):
+        beside = [TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP] if names else []
+        for name in (*names, *filter(reader.has_file, beside)):
             reader.check_file(name)
         config = saved_config(config, path)
     try:

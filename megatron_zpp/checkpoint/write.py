@@ -26,7 +26,7 @@ from megatron_zpp.checkpoint.manifest import Entry, format_version, write_manife
 from megatron_zpp.checkpoint.shard_file import write_shard_file
 from megatron_zpp.config.command_line import one_line
 from megatron_zpp.distributed.exchange import Abandoned, Exchange, NoProgress
-from megatron_zpp.storage.checksums import Checksums, OnProgress, checksums_of_bytes
+from megatron_zpp.storage.checksums import OnProgress, checksums_of_bytes
 from megatron_zpp.storage.files import commit_directory, naming, sizes_in, write_durably
 from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.sidecar import SidecarDigest, write_sidecar
@@ -40,7 +40,6 @@ class SaveFailed(OSError):
 
 
 def shard_file_name(rank: int) -> str:
-    """The name of the file with a rank's shards."""
     return f"rank_{rank:05d}.safetensors"
 
 
@@ -53,10 +52,10 @@ def write_checkpoint(
     *,
     may_write: Callable[[], None] = lambda: None,
     beside: Mapping[str, bytes] | None = None,
-) -> tuple[Location, Checksums]:
+) -> tuple[Location, SidecarDigest]:
     """Write `final` from all ranks; each rank returns, or raises SaveFailed, once it knows the outcome.
 
-    Returns where the checkpoint is, and the checksums of this rank's file, for `read_back`. `files` runs
+    Returns where the checkpoint is, and the digest of this rank's file, for `read_back`. `files` runs
     operations that may get stuck in the file system. Rank 0 calls `may_write` before it creates or removes
     anything, and again before it commits; if it raises OSError, the save fails with that error. `beside`: the
     contents of more files by name, those of the tokenizer; rank 0 writes them.
@@ -88,15 +87,15 @@ def write_checkpoint(
     if problem:  # rank 0 may still wait for values, which therefore stay
         raise SaveFailed(problem)
     exchange.clear()
-    assert save.checksums is not None, "committed without this rank's file"
+    assert save.digest is not None, "committed without this rank's file"
     if save.directory is None or isinstance(save.directory, Path):
-        return final, save.checksums
-    return save.directory, save.checksums  # of an object store, what is written stays where it is
+        return final, save.digest
+    return save.directory, save.digest  # of an object store, what is written stays where it is
 
 
 @dataclass
 class _Save:
-    """One rank's part of a save; the checksums of its file, once it is written."""
+    """One rank's part of a save; the digest of its file, once it is written."""
 
     final: Location
     tensors: Mapping[str, Tensor]
@@ -104,7 +103,7 @@ class _Save:
     files: FileWorker
     may_write: Callable[[], None]
     full: str = ""  # why nothing more can be written to the file system, if that is so
-    checksums: Checksums | None = None
+    digest: SidecarDigest | None = None
     directory: Location | None = None  # that all ranks write to
 
     def lead(self, texts: Mapping[str, bytes], version: int) -> str | None:
@@ -140,10 +139,7 @@ class _Save:
         return self.exchange.get("outcome")
 
     def attempt(self, action: Callable[[OnProgress], Any]) -> tuple[Any, str | None]:
-        """What an action returns, and why it failed, in one line; one is None.
-
-        Catches OSError and ValueError.
-        """
+        """What an action returns, and its OSError or ValueError in one line; one is None."""
         try:
             return self.files.run(action, self.exchange), None
         except (OSError, ValueError) as error:
@@ -153,17 +149,17 @@ class _Save:
         """Write this rank's file and report the result to rank 0."""
         path = partial / shard_file_name(self.exchange.topology.rank)
         self.directory = partial
-        digest, problem = self.attempt(lambda on_progress: self._write(path, on_progress))
+        self.digest, problem = self.attempt(lambda on_progress: self._write(path, on_progress))
         size = sum(tensor.nbytes for tensor in self.tensors.values())
-        report = {"problem": problem, "size": size, "full": self.full}
-        self.exchange.contribute("written", report | {"digest": None if problem else digest.to_json()})
+        digest = None if self.digest is None else self.digest.to_json()
+        report = {"problem": problem, "size": size, "full": self.full, "digest": digest}
+        self.exchange.contribute("written", report)
 
     def _write(self, path: Location, on_progress: OnProgress) -> SidecarDigest:
         """Write file and sidecar, and make them durable."""
         try:
             with naming(path):
-                self.checksums = write_shard_file(path, self.tensors, on_progress)
-                digest = write_sidecar(path, self.checksums)
+                digest = write_sidecar(path, write_shard_file(path, self.tensors, on_progress))
         except OSError as error:
             if error.errno in _FULL:
                 self.full = error.strerror or ""
@@ -173,10 +169,7 @@ class _Save:
 
 
 def _outcome(exchange: Exchange) -> str | None:
-    """The result that rank 0 publishes after a `commit`.
-
-    If rank 0 is dead, its missing heartbeat ends this process.
-    """
+    """Rank 0's result after a `commit`. If rank 0 is dead, its missing heartbeat ends this process."""
     while True:
         with suppress(NoProgress):
             return exchange.get("outcome")
@@ -233,10 +226,8 @@ def _commit(
         path = partial / shard_file_name(rank)
         files[path.name] = SidecarDigest.from_json(report["digest"], path)
         if sizes.get(path.name) != files[path.name].size:
-            raise OSError(
-                f"{path}: rank {rank} wrote it, but it is not there as seen from here; --save must name a "
-                "directory that all nodes share"
-            )
+            problem = f"rank {rank} wrote it, but it is not there as seen from here"
+            raise OSError(f"{path}: {problem}; --save must name a directory that all nodes share")
         on_progress()
     write_manifest(partial, files, version)
     on_progress()  # raises if the save was abandoned, before a directory gets its name

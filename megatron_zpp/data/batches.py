@@ -33,17 +33,12 @@ class BatchSchedule:
         flag, growth = "--rampup-batch-size", self.global_batch_size - start
         if start < 1 or increment < 1 or samples < 1:
             raise option_error(flag, self.rampup, "START, INCREMENT and SAMPLES must be at least 1")
+        whole = f"--global-batch-size {self.global_batch_size}"
         if growth <= 0:
-            raise option_error(
-                flag, self.rampup, f"START must be below --global-batch-size {self.global_batch_size}"
-            )
+            raise option_error(flag, self.rampup, f"START must be below {whole}")
         if growth % increment:
-            raise option_error(
-                flag,
-                self.rampup,
-                f"INCREMENT {increment} must divide --global-batch-size {self.global_batch_size} "
-                f"- START {start} = {growth}",
-            )
+            fix = f"INCREMENT {increment} must divide {whole} - START {start} = {growth}"
+            raise option_error(flag, self.rampup, fix)
         self._check_divisible(flag, self.rampup, start, "START ")
         self._check_divisible(flag, self.rampup, increment, "INCREMENT ")
 
@@ -112,9 +107,6 @@ class BatchSchedule:
         if size % one_round:
             below, above = size // one_round * one_round, -(-size // one_round) * one_round
             nearest = f"{below} or {above}" if below else str(above)
-            raise option_error(
-                flag,
-                shown,
-                f"{name}{size} must be a multiple of --micro-batch-size {self.micro_batch_size} × "
-                f"{self.data_parallel_size} data-parallel ranks = {one_round}, such as {nearest}",
-            )
+            ranks = f"{self.data_parallel_size} data-parallel ranks"
+            fix = f"a multiple of --micro-batch-size {self.micro_batch_size} × {ranks} = {one_round}"
+            raise option_error(flag, shown, f"{name}{size} must be {fix}, such as {nearest}")

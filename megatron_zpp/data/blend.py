@@ -110,8 +110,6 @@ class Concatenation(BlendOrder):
 
 @dataclass(frozen=True)
 class BlendedDataset(Samples):
-    """Samples of several data sets, mixed by weight."""
-
     sources: tuple[KnownSamples, ...]
     blend: BlendOrder
 

@@ -22,14 +22,11 @@ _FIX = "preprocess the data again, or remove this file to skip the check"
 
 @dataclass(frozen=True)
 class DataChecksums:
-    """Checksums of the two files of a data set."""
-
     index: Checksums
     tokens: Checksums
 
 
 def checksums_path(prefix: str) -> str:
-    """PREFIX.checksums.json."""
     return prefix + ".checksums.json"
 
 

@@ -28,10 +28,7 @@ _NEAR = 1 << 15  # bytes; rows within this distance are fetched by one read
 class OpenFile:
     """A regular file that stays open for as long as this object lives; a process that gets it opens it again.
 
-    path   as passed to the constructor
-    size   bytes, when the file was opened
-
-    Raises OSError from the file system, and UnfitFile if the file is not regular.
+    `size` is its bytes when it was opened. Raises OSError, and UnfitFile if the file is not regular.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -54,14 +51,10 @@ class OpenFile:
                 return content
             now = os.fstat(self._descriptor).st_size
         except OSError as error:
-            end = start + size
-            raise DamagedFile(
-                f"{self.path}: bytes {start} to {end} cannot be read: {error.strerror}"
-            ) from None
-        raise DamagedFile(
-            f"{self.path}: has {now} bytes, and had {self.size} when it was opened: another program has "
-            "shortened it; restore it and start again"
-        )
+            where = f"{self.path}: bytes {start} to {start + size}"
+            raise DamagedFile(f"{where} cannot be read: {error.strerror}") from None
+        fix = "another program has shortened it; restore it and start again"
+        raise DamagedFile(f"{self.path}: has {now} bytes, and had {self.size} when it was opened: {fix}")
 
     def read_each(self, starts: list[int], sizes: list[int]) -> bytes:
         """Return the bytes [start, start + size) of each start, concatenated. Raises like `read`."""
@@ -109,7 +102,6 @@ class FileArray:
         return self._read(number, number + 1)[0]
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        """Read the whole array."""
         return self[:].astype(self.dtype if dtype is None else dtype, copy=bool(copy))
 
     def gather(self, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -55,12 +55,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def index_path(prefix: str) -> str:
-    """PREFIX.idx."""
     return prefix + ".idx"
 
 
 def tokens_path(prefix: str) -> str:
-    """PREFIX.bin."""
     return prefix + ".bin"
 
 
@@ -87,9 +85,8 @@ class IndexedDataset(Source):
     checksums          of both files as they were written, or None
 
     Raises ValueError, one line with the file, the byte offset, what was found and what was expected, if a
-    file is missing, empty, truncated, too long or of another format, if there are no tokens or their type is
-    not an integer, or if checksums, lengths, pointers, document indices and the size of PREFIX.bin do not
-    agree. Reading an array raises DamagedFile, a ValueError, if its file has become shorter since.
+    file is missing or anything in it does not fit, and if there are no tokens. Reading an array raises
+    DamagedFile, a ValueError, if its file has become shorter since.
     """
 
     def __init__(self, prefix: str | Path, cache: str | None = None) -> None:
@@ -136,9 +133,8 @@ class IndexedDataset(Source):
 
     def token_ranges(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return first token and end of each sequence: (len,) integers to two arrays (len,) int64."""
-        both = (
-            self._bounds.gather(sequences, np.full(len(sequences), 2)).reshape(-1, 2) // self.dtype.itemsize
-        )
+        bounds = self._bounds.gather(sequences, np.full(len(sequences), 2))
+        both = bounds.reshape(-1, 2) // self.dtype.itemsize
         ends = np.where(sequences == self.num_sequences - 1, self.num_tokens, both[:, 1])
         return both[:, 0], ends
 
@@ -212,10 +208,8 @@ def _read_header(file: AnyFile) -> tuple[np.dtype, int, int]:
     if version != VERSION:
         raise ValueError(f"{path}: byte 9: version {version}; only version {VERSION} is supported")
     if code not in DTYPE_CODES or np.dtype(DTYPE_CODES[code]).kind == "f":
-        raise ValueError(
-            f"{path}: byte 17: dtype code {code} is not an integer type: 1 uint8, 2 int8, 3 int16, 4 int32, "
-            "5 int64 or 8 uint16"
-        )
+        integers = "1 uint8, 2 int8, 3 int16, 4 int32, 5 int64 or 8 uint16"
+        raise ValueError(f"{path}: byte 17: dtype code {code} is not an integer type: {integers}")
     return np.dtype(DTYPE_CODES[code]), sequences, documents
 
 
@@ -254,10 +248,8 @@ def check_lengths_and_pointers(path: str, lengths: Rows, pointers: Rows, itemsiz
         chunk = lengths[first : first + _CHUNK].astype(np.int64)
         if chunk.min() < 0:
             at = int(np.argmax(chunk < 0))
-            raise ValueError(
-                f"{path}: byte {lengths_at + 4 * (first + at)}: sequence {first + at} has length "
-                f"{chunk[at]}; lengths must be 0 or more"
-            )
+            where = f"{path}: byte {lengths_at + 4 * (first + at)}: sequence {first + at}"
+            raise ValueError(f"{where} has length {chunk[at]}; lengths must be 0 or more")
         ends = position + np.cumsum(chunk) * itemsize
         expected = ends - chunk * itemsize
         found = pointers[first : first + _CHUNK]
@@ -283,10 +275,8 @@ def check_document_indices(path: str, indices: Rows, sequences: int) -> None:
         falls = chunk[1:] < chunk[:-1]
         if falls.any():
             at = first + int(np.argmax(falls)) + 1
-            raise ValueError(
-                f"{path}: byte {indices_at + 8 * at}: document index {at} is {indices[at]}, below the "
-                f"{indices[at - 1]} before it"
-            )
+            where = f"{path}: byte {indices_at + 8 * at}: document index {at}"
+            raise ValueError(f"{where} is {indices[at]}, below the {indices[at - 1]} before it")
     if indices[-1] != sequences:
         at = indices_at + 8 * (indices.size - 1)
         raise ValueError(

@@ -99,7 +99,6 @@ class SplitOpener:
         return int(self.tokenizer_description["eod"])
 
     def split(self, split: str) -> Samples:
-        """Open one of train, valid, test."""
         split_seed = seed_of(split, self.seed)
         if self.config.mock_data:
             return MockDataset(self.seq_length, self.vocab_size, split_seed)
@@ -246,7 +245,6 @@ def seed_of(split: str, seed: int) -> int:
 def _open(
     flag: str, prefix: str, config: DataConfig, tokenizer_description: Mapping[str, Any] | None
 ) -> IndexedDataset:
-    """Open a data set. Raises ValueError with the flag, the fault and a remedy."""
     if os.path.isfile(prefix) and not prefix.endswith((".bin", ".idx")):
         endings = " or ".join(JSON_LINES)
         fix = f"is not a tokenised data set; text must be JSON lines, named {endings}, then .gz or .zst"

@@ -99,10 +99,7 @@ def pack(
     seed: int,
     filler: int,
 ) -> PackedDataset:
-    """Return the samples of `part`, whose index is in `cache`.
-
-    Raises ValueError if no document has two tokens.
-    """
+    """Return the samples of `part`, indexed in `cache`. Raises ValueError if no document has two tokens."""
     source = part.source
     made_of = {
         "version": _VERSION,

@@ -14,7 +14,6 @@ KEYS = ("tokenizer_type", "vocab_size", "eod", "fingerprint")
 
 
 def provenance_path(prefix: str) -> str:
-    """PREFIX.tokenizer.json."""
     return prefix + ".tokenizer.json"
 
 

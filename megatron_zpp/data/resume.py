@@ -79,7 +79,6 @@ def resume_data(
 
 
 def _parts(samples: Samples) -> tuple[Sequence[KnownSamples], tuple[float, ...]]:
-    """Return the data sets of `samples` and their weights."""
     if isinstance(samples, BlendedDataset):
         return samples.sources, samples.blend.weights
     assert isinstance(samples, KnownSamples), f"not samples of a data set: {samples}"

@@ -40,16 +40,15 @@ class DatasetSlice:
             if self.first == self.last and config.data_path:
                 raise self._empty(split, config)
             fix = "a larger share in --split, " if config.data_path else ""
+            has = f"{last - first} ({self.last - self.first} of {self.source.num_sequences} sequences)"
+            what = (
+                f"one sample needs {needed} tokens, but the {split} split of {self.source.prefix} has {has}"
+            )
             raise option_error(
-                "--seq-length",
-                seq_length,
-                f"one sample needs {needed} tokens, but the {split} split of {self.source.prefix} has "
-                f"{last - first} ({self.last - self.first} of {self.source.num_sequences} sequences); give "
-                f"more data, {fix}or a shorter length",
+                "--seq-length", seq_length, f"{what}; give more data, {fix}or a shorter length"
             )
 
     def _empty(self, split: str, config: DataConfig) -> ValueError:
-        """Return the error of a split without documents."""
         count, whole = self.source.num_sequences, self.source.num_sequences == self.source.num_documents
         fix = f"more {'documents' if whole else 'sequences'}"
         for text in _LARGER_SHARES:
@@ -57,12 +56,9 @@ class DatasetSlice:
             if all(first < last for first, last in ranges[:2]):
                 fix = f"--split {text}, or {fix}"
                 break
-        return option_error(
-            "--split",
-            shown_split(config),
-            f"the {split} split of {self.source.prefix} has 0 of its "
-            f"{counted(count, 'document' if whole else 'sequence')}; give {fix}",
-        )
+        there = counted(count, "document" if whole else "sequence")
+        what = f"the {split} split of {self.source.prefix} has 0 of its {there}"
+        return option_error("--split", shown_split(config), f"{what}; give {fix}")
 
 
 def cut(shares: Sequence[float], sequences: int) -> tuple[tuple[int, int], ...]:

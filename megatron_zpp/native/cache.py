@@ -53,10 +53,8 @@ def cache_directory(environ: Mapping[str, str]) -> Path:
         if status.st_uid not in (0, os.geteuid()):
             raise BuildError(f"{parent}, above {directory}, belongs to user {status.st_uid}; {_ELSEWHERE}")
         if status.st_mode & _OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
-            raise BuildError(
-                f"others can write to {parent} and so replace {directory}: "
-                f"chmod go-w {parent}, or {_ELSEWHERE}"
-            )
+            fix = f"chmod go-w {parent}, or {_ELSEWHERE}"
+            raise BuildError(f"others can write to {parent} and so replace {directory}: {fix}")
     if found.st_uid != os.geteuid():
         raise BuildError(f"{directory} belongs to user {found.st_uid}, not to you; {_ELSEWHERE}")
     if found.st_mode & _OTHERS_WRITE:

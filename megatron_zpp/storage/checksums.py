@@ -184,7 +184,6 @@ class VerifiedFile:
         self.check([index for index, done in enumerate(self._checked) if not done], run)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _open(self) -> Ranges:
@@ -221,10 +220,8 @@ class VerifiedFile:
                 raise DamagedFile(f"{self.path}: became shorter while it was read")
             done += count
         if digest_of(target) != self._checksums.digests[index]:
-            raise DamagedFile(
-                f"{self.path}: damaged between bytes {first} and {first + len(target)}: its SHA-256 is not "
-                "the one that was written"
-            )
+            where = f"{self.path}: damaged between bytes {first} and {first + len(target)}"
+            raise DamagedFile(f"{where}: its SHA-256 is not the one that was written")
 
 
 def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
@@ -238,7 +235,6 @@ def checksums_of(path: Path, chunk_bytes: int = CHUNK_BYTES) -> Checksums:
 
 
 def checksums_of_bytes(content: bytes | bytearray) -> Checksums:
-    """Return the checksums of a file with this content."""
     view = memoryview(content)
     digests = [digest_of(view[at : at + CHUNK_BYTES]) for at in range(0, len(content), CHUNK_BYTES)]
     return Checksums(len(content), CHUNK_BYTES, tuple(digests))
@@ -247,14 +243,10 @@ def checksums_of_bytes(content: bytes | bytearray) -> Checksums:
 def verify_file(
     path: Location, checksums: Checksums, run: Runner = map, on_progress: OnProgress = no_report
 ) -> None:
-    """Raise DamagedFile, with the offset, unless the content of the file has these checksums.
-
-    `run` may be the map of a thread pool.
-    """
+    """Raise DamagedFile, with the offset, unless the file has these checksums; `run` as of VerifiedFile."""
     with closing(VerifiedFile(path, checksums, on_progress)) as file:
         file.check_rest(run)
 
 
 def digest_of(chunk: bytes | memoryview) -> str:
-    """Return the digest of one chunk."""
     return hashlib.sha256(chunk).hexdigest()

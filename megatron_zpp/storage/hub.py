@@ -47,10 +47,7 @@ def find_model(flag: str, name: str, *, weights: bool = True) -> tuple[str, Path
 
 
 def make_repository(flag: str, repository: str) -> None:
-    """Make sure that ORG/NAME is on the hub and can be written to; a new repository is private.
-
-    Raises ValueError, in one line that names `flag`.
-    """
+    """Make sure that ORG/NAME is on the hub and writable; a new one is private. Raises as `find_model`."""
     if not re.fullmatch(_REPOSITORY, repository):
         raise ValueError(f"{flag} {repository}: must be ORG/NAME")
     with _in_a_line(flag, repository):

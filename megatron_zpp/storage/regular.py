@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar, Union
 
+from megatron_zpp.storage.files import naming
 from megatron_zpp.storage.location import Location
 from megatron_zpp.storage.object_errors import ObjectError
 
@@ -50,10 +51,8 @@ def read_again_after_error(path: object, read: Callable[[], _Result]) -> _Result
     for last in (False, True):
         try:
             return read()
-        except ObjectError:
-            raise
         except OSError as error:
-            if says_what_is_there(error):
+            if isinstance(error, ObjectError) or says_what_is_there(error):
                 raise
             if last:
                 raise OSError(error.errno, error.strerror or str(error), str(path)) from None
@@ -101,14 +100,9 @@ class FileRanges:
         self.size = os.fstat(self._descriptor).st_size
 
     def read_into(self, start: int, target: memoryview) -> int:
-        """Fill the beginning of `target` from `start` on. Returns the number of bytes, 0 at the end.
-
-        Raises OSError that names the file.
-        """
-        try:
+        """Fill the beginning of `target` from `start` on. Returns the number of bytes, 0 at the end."""
+        with naming(self._path):
             return os.preadv(self._descriptor, [target], start)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._path) from None
 
     def forget(self, start: int, size: int) -> None:
         """Make the next read of a range come from the storage, not from this machine's memory, if it can."""
@@ -116,7 +110,6 @@ class FileRanges:
             os.posix_fadvise(self._descriptor, start, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close it."""
         os.close(self._descriptor)
 
 

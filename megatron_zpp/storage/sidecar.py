@@ -1,12 +1,7 @@
 """The digests of a file's chunks in a second file beside it, its sidecar, which has one digest in turn.
 
-A reader that knows the digest of the sidecar can check any chunk of the file: a hash tree of two levels. The
-sidecar of NAME is NAME.sha256: for each chunk, in order, the SHA-256 of the chunk in 64 hexadecimal digits
-of lower case, and a newline. What a reader must know of a file and its sidecar, in JSON:
-
-    {"bytes": 9437184, "chunk_bytes": 4194304, "sha256": "4f8cb1…"}
-
-`sha256` is the SHA-256 of the sidecar's content.
+A reader that knows the digest of the sidecar can check any chunk of the file: a hash tree of two levels.
+docs/internals/checkpoints.md has the format of both, under "Digests".
 """
 
 import hashlib
@@ -31,7 +26,7 @@ class SidecarDigest:
     sha256: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON value described in the module's docstring."""
+        """Return what a manifest has of the file."""
         return {"bytes": self.size, "chunk_bytes": self.chunk_bytes, "sha256": self.sha256}
 
     @classmethod
@@ -47,25 +42,18 @@ class SidecarDigest:
 
     @property
     def sidecar_bytes(self) -> int:
-        """The size of the sidecar."""
         return _LINE * -(-self.size // self.chunk_bytes)
 
 
 def sidecar_path(path: Location) -> Location:
-    """The path of a file's sidecar."""
     return path.with_name(f"{path.name}.sha256")
 
 
 def write_sidecar(path: Location, checksums: Checksums) -> SidecarDigest:
     """Write the sidecar of the file `path`, make it durable, and return what a reader must know."""
-    content, digest = _sidecar_of(checksums)
+    content = "".join(f"{digest}\n" for digest in checksums.digests).encode()
     write_durably(sidecar_path(path), content)
-    return digest
-
-
-def check_sidecar(path: Location, checksums: Checksums) -> None:
-    """Read the sidecar of the file `path`. Raises DamagedFile unless it has these checksums."""
-    read_sidecar(path, _sidecar_of(checksums)[1])
+    return SidecarDigest(checksums.size, checksums.chunk_bytes, hashlib.sha256(content).hexdigest())
 
 
 def read_sidecar(path: Location, digest: SidecarDigest) -> Checksums:
@@ -84,9 +72,3 @@ def read_sidecar(path: Location, digest: SidecarDigest) -> Checksums:
             f"{sidecar}: its SHA-256 is not the one that was written; it is damaged or another file's"
         )
     return Checksums(digest.size, digest.chunk_bytes, tuple(content.decode().split()))
-
-
-def _sidecar_of(checksums: Checksums) -> tuple[bytes, SidecarDigest]:
-    content = "".join(f"{digest}\n" for digest in checksums.digests).encode()
-    sha256 = hashlib.sha256(content).hexdigest()
-    return content, SidecarDigest(checksums.size, checksums.chunk_bytes, sha256)

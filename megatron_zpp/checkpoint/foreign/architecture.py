@@ -9,26 +9,20 @@ from megatron_zpp.config.model import ModelConfig
 
 _NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 # Settings of a model that ours cannot be, with the values that are ours.
+_SWITCHES = (
+    *("multi_latent_attention", "apply_layernorm_1p", "apply_residual_connection_post_layernorm"),
+    *("quick_geglu", "is_hybrid_model", "attention_output_gate", "qk_l2_norm", "enable_mhc_connections"),
+)
+_VALUES = (
+    *("glu_activation", "hybrid_override_pattern", "no_rope_freq", "experimental_attention_variant"),
+    *("activation_func_clamp_value", "hybrid_layer_pattern", "heterogeneous_layers_config_path"),
+)
 _ONLY: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_SWITCHES, (None, False)),
+    **dict.fromkeys(_VALUES, (None,)),
+    **dict.fromkeys(("mtp_num_layers", "glu_linear_offset"), (None, 0)),
     "num_experts": (None, 0, 1, [1], (1,)),
-    "multi_latent_attention": (None, False),
-    "apply_layernorm_1p": (None, False),
-    "apply_residual_connection_post_layernorm": (None, False),
-    "quick_geglu": (None, False),
-    "glu_activation": (None,),
-    "mtp_num_layers": (None, 0),
-    "is_hybrid_model": (None, False),
-    "hybrid_override_pattern": (None,),
-    "no_rope_freq": (None,),
-    "experimental_attention_variant": (None,),
-    "attention_output_gate": (None, False),
-    "qk_l2_norm": (None, False),
-    "glu_linear_offset": (None, 0),
-    "activation_func_clamp_value": (None,),
     "rope_type": (None, "rope"),
-    "enable_mhc_connections": (None, False),
-    "hybrid_layer_pattern": (None,),
-    "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None, ""),
     "spec": (None, [], ()),
 }
@@ -51,10 +45,8 @@ def read_settings(path: Path, args: Mapping[str, Any], divisible_by: int) -> tup
     Raises ValueError, in one line, for a model that ours cannot be.
     """
     if missing := [name for name in _NEEDED if type(args.get(name)) is not int]:
-        raise ValueError(
-            f"{path}: its args do not say {missing[0]}, so the shape of its model is unknown; save it again "
-            "with the program's args in it"
-        )
+        problem = f"its args do not say {missing[0]}, so the shape of its model is unknown"
+        raise ValueError(f"{path}: {problem}; save it again with the program's args in it")
     for name, allowed in _ONLY.items():
         value = args.get(name)
         if value not in allowed:
@@ -94,10 +86,8 @@ def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
     if args.get("use_rotary_position_embeddings"):
         kind = "rope"
     if kind not in ("learned_absolute", "rope", "yarn", "alibi", "none"):
-        raise ValueError(
-            f"{path}: its model has position_embedding_type {kind!s:.40}; must be learned_absolute, "
-            "rope, yarn, alibi or none"
-        )
+        fix = "must be learned_absolute, rope, yarn, alibi or none"
+        raise ValueError(f"{path}: its model has position_embedding_type {kind!s:.40}; {fix}")
     found = {"position_embedding_type": kind}
     if kind in ("rope", "yarn"):
         if bases := _rotary_bases(path, args):

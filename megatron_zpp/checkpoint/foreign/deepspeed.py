@@ -95,7 +95,6 @@ def _optimizer_files(path: Path, rank: int) -> list[Path]:
 
 
 def _layers(path: Path, rank: int) -> dict[str, StoredTensor]:
-    """Return the weights in a tensor rank's layer files."""
     found: dict[str, StoredTensor] = {}
     for match, file in _named(path, _LAYER):
         if int(match[2]) == rank:

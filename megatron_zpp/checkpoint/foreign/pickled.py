@@ -82,10 +82,7 @@ Makers = Mapping[str, Callable[..., Any]]
 
 
 def read_pickle(content: bytes, persistent: Callable[[Any], Any], makers: Makers | None = None) -> Any:
-    """Return the value; `persistent` makes values of persistent ids, `makers` those of calls by name.
-
-    Raises NotData.
-    """
+    """Return the value. `persistent` makes those of persistent ids, `makers` of calls. Raises NotData."""
     try:
         return _Reader(content, persistent, makers or {}).load()
     except NotData:

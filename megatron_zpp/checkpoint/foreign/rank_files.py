@@ -107,10 +107,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file}: {reason}; save it again with megatron's tools/checkpoint/convert.py")
     version = _plain(state.get("checkpoint_version", 0))
     if not isinstance(version, int | float) or version < _OLDEST:
-        raise ValueError(
-            f"{file}: checkpoint_version {version!s:.20}; load and save it with a Megatron-LM of 2021 or "
-            f"later, which writes {_OLDEST} or later"
-        )
+        fix = f"load and save it with a Megatron-LM of 2021 or later, which writes {_OLDEST} or later"
+        raise ValueError(f"{file}: checkpoint_version {version!s:.20}; {fix}")
     return state
 
 

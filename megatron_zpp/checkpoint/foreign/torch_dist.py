@@ -44,73 +44,65 @@ def read_torch_dist(path: Path) -> ForeignModel:
     """Return the model of an iteration's directory. Raises ValueError or DamagedFile, in one line."""
     backend = read_json_object("DIRECTORY", str(path / "metadata.json")).get("sharded_backend")
     if backend != "torch_dist":
-        raise ValueError(
-            f"{path}: its sharded_backend is {backend!s:.30}; save it again with "
-            "--dist-ckpt-format torch_dist"
-        )
+        fix = "save it again with --dist-ckpt-format torch_dist"
+        raise ValueError(f"{path}: its sharded_backend is {backend!s:.30}; {fix}")
     common = read_state(path / "common.pt")
-    metadata = read_pickle_file(path / ".metadata")
+    source = path / ".metadata"
+    metadata = read_pickle_file(source)
     try:
-        shapes, chunks = _tensors(path, metadata.fields)
+        tensors = _tensors(source, metadata.fields)
     except (NotData, KeyError, TypeError, AttributeError) as error:
-        raise DamagedFile(
-            f"{path / '.metadata'}: not the metadata of a checkpoint ({error!r:.100})"
-        ) from None
+        raise DamagedFile(f"{source}: not the metadata of a checkpoint ({error!r:.100})") from None
     weights: dict[str, ForeignTensor] = {}
     left_out: set[str] = set()
-    for name, shape in shapes.items():
+    for name, (shape, chunks) in tensors.items():
         if _NOT_WEIGHTS.fullmatch(name):
             if name.startswith(("optimizer", "chained")):
                 left_out.add(LEFT_OUT_OPTIMIZER)
         elif match := _STACKED.fullmatch(name):
             if "_extra_state" in name:
                 continue
-            if not shape or shape[0] * max(len(chunks[name]), 1) > _MOST_BLOCKS:
-                raise ValueError(f"{path / '.metadata'}: {name} has more layers than any model")
+            if not shape or shape[0] * max(len(chunks), 1) > _MOST_BLOCKS:
+                raise ValueError(f"{source}: {name} has more layers than any model")
             for layer in range(shape[0]):
-                weights[f"{match[1]}{layer}.{match[2]}"] = _tensor(path, name, shape, chunks[name], layer)
+                weights[f"{match[1]}{layer}.{match[2]}"] = _tensor(path, name, shape, chunks, layer)
         else:
-            weights[name] = _tensor(path, name, shape, chunks[name], None)
+            weights[name] = _tensor(path, name, shape, chunks, None)
     return foreign_model(KIND, path, common, [weights], [*left_out])
 
 
-def _tensors(
-    path: Path, metadata: dict[str, Any]
-) -> tuple[dict[str, tuple[int, ...]], dict[str, list[_Chunk]]]:
-    """Return the whole shape of each tensor, and its chunks."""
-    shapes = {
-        name: sizes_of(entry.fields["size"])
-        for name, entry in metadata["state_dict_metadata"].items()
-        if "size" in entry.fields  # others are bytes: extra states and random numbers' states
-    }
+def _tensors(source: Path, metadata: dict[str, Any]) -> dict[str, tuple[tuple[int, ...], list[_Chunk]]]:
+    """Return the whole shape of each tensor of the .metadata `source`, and its chunks."""
     places: dict[str, dict[tuple[int, ...], Any]] = {}
     for index, info in metadata["storage_data"].items():
         if (offset := index.fields.get("offset")) is not None:
             places.setdefault(index.fields["fqn"], {})[sizes_of(offset)] = info.fields
-    chunks: dict[str, list[_Chunk]] = {}
+    tensors: dict[str, tuple[tuple[int, ...], list[_Chunk]]] = {}
     count = 0
-    for name, shape in shapes.items():
-        found = []
-        count += len(metadata["state_dict_metadata"][name].fields["chunks"])
+    for name, entry in metadata["state_dict_metadata"].items():
+        if "size" not in entry.fields:  # bytes: extra states and random numbers' states
+            continue
+        shape, chunks = sizes_of(entry.fields["size"]), list[_Chunk]()
+        tensors[name] = shape, chunks
+        count += len(entry.fields["chunks"])
         if count > _MOST_BLOCKS:
-            raise ValueError(f"{path / '.metadata'}: has more than {_MOST_BLOCKS:,} blocks of tensors")
-        for record in metadata["state_dict_metadata"][name].fields["chunks"]:
+            raise ValueError(f"{source}: has more than {_MOST_BLOCKS:,} blocks of tensors")
+        for record in entry.fields["chunks"]:
             offsets, sizes = sizes_of(record.fields["offsets"]), sizes_of(record.fields["sizes"])
             info = places[name][offsets]
             file = info["relative_path"]
             if not is_name(file):
-                raise ValueError(
-                    f"{path / '.metadata'}: names a file outside of the checkpoint: {file!r:.60}"
-                )
+                raise ValueError(f"{source}: names a file outside of the checkpoint: {file!r:.60}")
             if info.get("transform_descriptors"):
-                raise ValueError(f"{path}: {name} is compressed in its file; save it without compression")
-            if any(
-                begin + length > whole for begin, length, whole in zip(offsets, sizes, shape, strict=True)
-            ):
-                raise DamagedFile(f"{path / '.metadata'}: {name} has a block outside of its shape {shape}")
-            found.append(_Chunk(offsets, sizes, path / file, int(info["offset"]), int(info["length"])))
-        chunks[name] = found
-    return shapes, chunks
+                raise ValueError(
+                    f"{source.parent}: {name} is compressed in its file; save it without compression"
+                )
+            spans = zip(offsets, sizes, shape, strict=True)
+            if any(begin + length > whole for begin, length, whole in spans):
+                raise DamagedFile(f"{source}: {name} has a block outside of its shape {shape}")
+            place = source.with_name(file), int(info["offset"]), int(info["length"])
+            chunks.append(_Chunk(offsets, sizes, *place))
+    return tensors
 
 
 def _tensor(

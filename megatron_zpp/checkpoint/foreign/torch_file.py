@@ -64,10 +64,8 @@ class _Storage:
         while left and (piece := file.read(min(left, _PIECE))):
             found, left = zlib.crc32(piece, found), left - len(piece)
         if left or found != self.crc:
-            raise DamagedFile(
-                f"{self.path}: damaged between bytes {self.start} and {self.start + self.nbytes}: its CRC-32 "
-                "differs; copy the file again"
-            )
+            where = f"{self.path}: damaged between bytes {self.start} and {self.start + self.nbytes}"
+            raise DamagedFile(f"{where}: its CRC-32 differs; copy the file again")
         self.checked = True
 
 
@@ -111,11 +109,9 @@ def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> An
     except NotData as error:
         raise NotData(f"{path}: {error}") from None
     except _DAMAGES as error:
-        reason = str(error) or type(error).__name__
-        raise DamagedFile(
-            f"{path}: not a whole file of torch.save's zip format ({reason}); copy it again, or save it with "
-            "torch 1.6 or later"
-        ) from None
+        reason = f"not a whole file of torch.save's zip format ({str(error) or type(error).__name__})"
+        fix = "copy it again, or save it with torch 1.6 or later"
+        raise DamagedFile(f"{path}: {reason}; {fix}") from None
 
 
 def sizes_of(value: Any) -> tuple[int, ...]:

@@ -46,10 +46,8 @@ def fit_vocabulary(named: NamedDirectory, theirs: Architecture, tokenizer: dict[
     """
     rows, entries = theirs.vocab_size, tokenizer["vocab_size"]
     if not entries <= rows < entries + _SPARE:
-        raise named.error(
-            f"has vocab_size {rows}, but this {tokenizer['tokenizer_type']} has {entries} entries; "
-            "give the tokenizer of that model"
-        )
+        has = f"has vocab_size {rows}, but this {tokenizer['tokenizer_type']} has {entries} entries"
+        raise named.error(f"{has}; give the tokenizer of that model")
     return replace(theirs.model, padded_vocab_size=rows) if rows > entries else theirs.model
 
 

@@ -43,13 +43,10 @@ def export_checkpoint(
         model = reader.config().model
         try:
             tokenizer, files = trained_tokenizer(reader)
+            rows = model.vocabulary(tokenizer.vocab_size)
+            described = huggingface_values(model, rows, tokenizer.eod)
         except DamagedFile:
             raise
-        except ValueError as error:
-            raise named.error(str(error)) from None
-        rows = model.vocabulary(tokenizer.vocab_size)
-        try:
-            described = huggingface_values(model, rows, tokenizer.eod)
         except ValueError as error:
             raise named.error(str(error)) from None
         weights = _Weights(reader, model, tokenizer.vocab_size)
@@ -105,12 +102,7 @@ class _Weights:
         for name in {TOKENS, OUTPUT} & self.shapes.keys():
             self.shapes[name] = (model.vocabulary(entries), *self.shapes[name][1:])
 
-    def bytes_of(self, name: str) -> int:
-        """The bytes of a parameter in fp32."""
-        return 4 * math.prod(self.shapes[name])
-
     def read(self, name: str) -> Tensor:
-        """A parameter in fp32."""
         return self.reader.parameter(name)[: self.shapes[name][0]]
 
 
@@ -118,9 +110,9 @@ def _write_weights(directory: Path, weights: _Weights, names: Names, file_bytes:
     from safetensors.torch import save_file
 
     files: list[list[str]] = [[]]
+    lengths = {name: 4 * math.prod(shape) for name, shape in weights.shapes.items()}  # bytes in fp32
     size = 0
-    for name in weights.shapes:
-        length = weights.bytes_of(name)
+    for name, length in lengths.items():
         if size and size + length > file_bytes:
             files.append([])
             size = 0
@@ -142,8 +134,7 @@ def _write_weights(directory: Path, weights: _Weights, names: Names, file_bytes:
         (directory / file).chmod((directory / CONFIG).stat().st_mode)  # as the umask says; its own is 0600
         weight_map |= dict.fromkeys(tensors, file)
     if len(files) > 1:
-        total = sum(map(weights.bytes_of, weights.shapes))
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(lengths.values())}, "weight_map": weight_map}
         write_durably(directory / WEIGHTS_INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
 

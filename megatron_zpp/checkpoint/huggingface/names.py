@@ -181,7 +181,6 @@ _PARTS = {  # of Llama-like models that call some parts otherwise
 
 
 def names_of(model: ModelConfig, model_type: str) -> Names:
-    """Return the names of a family's model."""
     if model_type in _OTHERS:
         return _OTHERS[model_type]
     parts = _LLAMA.parts | _NORMS[model.norm_placement] | _PARTS.get(model_type, {})

@@ -32,7 +32,7 @@ _DTYPES = ("F32", "BF16", "F16")  # all of which fp32 holds exactly
 _TABLES = (TOKENS, OUTPUT)
 
 
-class HuggingFaceWeights:
+class HuggingFaceWeights(ExitStack):
     """The weights of `named` for a model of `config` and a tokenizer of `entries`. Use it in a `with` block.
 
     Raises ValueError, in one line, unless the files hold the tensors of that model and nothing else.
@@ -40,27 +40,16 @@ class HuggingFaceWeights:
     """
 
     def __init__(self, named: NamedDirectory, config: ModelConfig, entries: int) -> None:
+        super().__init__()
         self._named, self._config, self._entries = named, config, entries
         self._names = names_of(config, read_architecture(named).model_type)
-        self._open_files = ExitStack()
         try:
             self._slices = self._open()
             self.shapes = self._expected_shapes()
             self._check()
         except BaseException:
-            self._open_files.close()
+            self.close()
             raise
-
-    def __enter__(self) -> "HuggingFaceWeights":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        self._slices = {}
-        self._open_files.close()
 
     def elements(self, name: str, start: int, stop: int) -> Tensor:
         """Return the elements from `start` to before `stop` of one of our parameters, flattened."""
@@ -93,12 +82,10 @@ class HuggingFaceWeights:
         return found
 
     def parameter(self, name: str) -> Tensor:
-        """Return one of our parameters, whole."""
         shape = self.shapes[name]
         return self.elements(name, 0, math.prod(shape)).view(shape)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Return all of them by our names, whole."""
         return {name: self.parameter(name) for name in self.shapes}
 
     def _open(self) -> dict[str, Any]:
@@ -152,7 +139,7 @@ class HuggingFaceWeights:
         path = self._named.path / file
         try:
             os.close(open_regular(path))  # says why not; safetensors takes all for a file that is missing
-            return self._open_files.enter_context(safe_open(str(path), framework="pt"))
+            return self.enter_context(safe_open(str(path), framework="pt"))
         except FileNotFoundError:
             raise self._named.error(f"{file}: missing; download the files again") from None
         except UnfitFile as error:

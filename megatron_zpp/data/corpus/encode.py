@@ -58,14 +58,11 @@ class Encoder:
     def _encode_texts(self, texts: list[str]) -> Sequence[list[int] | ValueError]:
         try:
             return self._tokenizer.encode_batch(texts)
-        except ValueError:
-            return [self._encode_one(text) for text in texts]  # to find out which texts are at fault
-
-    def _encode_one(self, text: str) -> list[int] | ValueError:
-        try:
-            return self._tokenizer.encode(text)
         except ValueError as error:
-            return error
+            if len(texts) == 1:
+                return [error]
+            # To find out which texts are at fault.
+            return [found for text in texts for found in self._encode_texts([text])]
 
     def _checked(self, number: int, documents: Iterator[list[int] | ValueError]) -> list[list[int]] | Problem:
         """Take the documents of line `number`, and return them, or the first problem of one of them."""

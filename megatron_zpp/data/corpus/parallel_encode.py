@@ -23,7 +23,6 @@ Result = TypeVar("Result")
 
 _BLOCK_BYTES = 256 << 10  # large enough to hide the cost of sending it, small enough to balance the load
 _AHEAD = 6  # items per worker, in work or finished: one slow item does not stop the other workers
-_BEGUN = -1  # the number of a worker's first answer, which is to no item
 
 
 def encode_files(
@@ -69,9 +68,7 @@ def ordered_map(
         """Take what workers have finished, and give them further items."""
         for pipe in wait(list(working), timeout):
             worker, number = working.pop(pipe)
-            found = worker.receive()
-            if number != _BEGUN:
-                results[number] = found
+            results[number] = worker.receive()
             idle.append(worker)
         while idle and (waiting or len(results) + len(working) < workers * _AHEAD):
             following = waiting.popleft() if waiting else next(numbered, None)
@@ -84,7 +81,7 @@ def ordered_map(
     try:
         for _ in waiting:
             pool.append(_Worker(build))
-            working[pool[-1].pipe] = pool[-1], _BEGUN
+        idle += pool
         for number in count():
             advance(0)
             while number not in results:
@@ -119,14 +116,17 @@ class _Worker:
         its.close()
 
     def send(self, item: Any) -> None:
-        """Give the worker an item, which it takes at once. Raises ChildProcessError if it has died."""
-        with _death_said():
+        """Give the worker an item, which it takes at once; `receive` says why if it does not."""
+        with contextlib.suppress(OSError):
             self.pipe.send(item)
 
     def receive(self) -> Any:
-        """The result of the item, or None when the worker has begun. Raises as `ordered_map`."""
-        with _death_said():
+        """The result of the item. Raises as `ordered_map`."""
+        try:
             result, failure = self.pipe.recv()
+        except (EOFError, OSError):
+            why = "a worker process has died; the machine may have run out of memory"
+            raise ChildProcessError(why) from None
         if failure:
             raise RuntimeError(f"in a worker process:\n{failure}")
         return result
@@ -137,27 +137,19 @@ class _Worker:
         self._process.join()
 
 
-@contextlib.contextmanager
-def _death_said() -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, OSError):
-        raise ChildProcessError("a worker process has died; the machine may have run out of memory") from None
-
-
 def _serve(build: Callable[[], Callable[[Any], Any]], pipe: Connection) -> None:
     """Answer items until the parent ends or closes the pipe: (result, "") or (None, the traceback)."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # worker processes use all cores already
     with contextlib.suppress(EOFError, OSError):  # of the pipe
         try:
-            function, answer = build(), (None, "")
+            function = build()
         except Exception:
             pipe.send((None, traceback.format_exc()))
             return
         while True:
-            pipe.send(answer)
             item = pipe.recv()
             try:
                 answer = function(item), ""
             except Exception:
                 answer = None, traceback.format_exc()
+            pipe.send(answer)

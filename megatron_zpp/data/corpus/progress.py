@@ -49,7 +49,6 @@ class Progress:
         self._write(f"{self._clear}{line}\n")
 
     def seconds(self) -> float:
-        """Return the seconds since the start."""
         return max(time.monotonic() - self._start, 1e-9)
 
     def rates(self) -> str:

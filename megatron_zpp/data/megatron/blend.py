@@ -20,10 +20,7 @@ _LANES, _SHORTEST = 2048, 256  # most lanes of a piece; samples per lane, at lea
 
 
 def blend_order(weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (data set int16, its sample number int32 or int64) of `size` samples: (size,) each.
-
-    weights (K,) sum to 1.
-    """
+    """Return (data set int16, its sample number int32 or int64), (size,) each; weights (K,) sum to 1."""
     which = np.empty(size, np.int16)
     numbers = np.empty(size, np.int32 if size <= np.iinfo(np.int32).max else np.int64)
     counts = np.zeros(len(weights))

@@ -75,12 +75,9 @@ class MegatronDataset(KnownSamples):
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOrders:
-    """Builds a split's samples in the order that Megatron-LM would use for the same flags.
+    """Builds a split's samples in the order that Megatron-LM would use for the same flags."""
 
-    Their indexes are in `cache`.
-    """
-
-    cache: OrderCache
+    cache: OrderCache  # of their indexes
     flag: str  # that names the data sets
     split: str
     seq_length: int

@@ -109,7 +109,6 @@ class TokenCache:
             self._tokenise_unclaimed(self._missing(blocks))
 
     def tokens(self, blocks: np.ndarray) -> np.ndarray:
-        """Return the tokens of all blocks, concatenated."""
         numbers = blocks.tolist()
         for _ in range(2):
             counts = self.fill(blocks).tolist()

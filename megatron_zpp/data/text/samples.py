@@ -1,12 +1,8 @@
-"""The order of the samples of a text, and the data set that reads samples in it.
+"""The order of the samples of a text, and the data set that reads samples in it: see docs/internals/data.md.
 
-The number of tokens of a text is known only when all of it is tokenised, so its windows cannot be permuted
-all together before that. Instead, an epoch visits the blocks of a split in a random order, one group at a
-time. Text in shards is visited shard by shard instead (`order.py`). The tokens of a group form a ring,
-which `WindowOrder` cuts into windows and shuffles. Reading a sample requires the token counts of all groups
-before its own, which the cache keeps, and the tokens of its own group. A sample depends only on the text, the
-tokenizer, the seed and its number. A file of up to about 32 MB is one group, whose windows are all shuffled
-together.
+The tokens of a group of blocks form a ring, which `WindowOrder` cuts into windows and shuffles. Reading a
+sample requires the token counts of all groups before its own, which the cache keeps, and the tokens of its
+own group. A sample depends only on the text, the tokenizer, the seed and its number.
 """
 
 import bisect
@@ -56,9 +52,8 @@ class TextDataset(KnownSamples):
         ValueError if a line holds no document, or if there are fewer tokens than a sample needs.
         """
         if samples is None or self._order.groups == 1:
-            self._cache.fill(
-                np.concatenate([self._order.blocks(group) for group in range(self._order.groups)])
-            )
+            groups = range(self._order.groups)
+            self._cache.fill(np.concatenate([self._order.blocks(group) for group in groups]))
             self._find_ends(groups=self._order.groups)
             self.windows_per_epoch = self._ends[-1]
         elif samples:
@@ -117,15 +112,11 @@ class TextDataset(KnownSamples):
                 raise self._too_few()
 
     def _too_few(self) -> ValueError:
-        """Return the error of an epoch without a window."""
         tokens = int(self._cache.counts(np.arange(self._order.first, self._order.last)).sum())
-        return option_error(
-            "--seq-length",
-            self._seq_length,
-            f"one sample needs {self._seq_length + 1} tokens, but the {self._split} split of "
-            f"{self.source.name} has {tokens}; give more text, a larger share in --split, or a shorter "
-            "length",
-        )
+        has = f"the {self._split} split of {self.source.name} has {tokens}"
+        fix = "give more text, a larger share in --split, or a shorter length"
+        needs = f"one sample needs {self._seq_length + 1} tokens, but {has}; {fix}"
+        return option_error("--seq-length", self._seq_length, needs)
 
     def _ring(self, group: int) -> np.ndarray:
         if group not in self._rings:

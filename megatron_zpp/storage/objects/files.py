@@ -23,13 +23,7 @@ _PIECE = 8 << 20  # bytes of a request when a whole object is copied
 
 
 class ObjectFile:
-    """An object with the interface of `OpenFile`. Reading several ranges sends several requests at once.
-
-    path   its URL
-    size   bytes, when it was opened
-
-    Raises ObjectError.
-    """
+    """An object, with the interface of `OpenFile`; several ranges are read at once. Raises ObjectError."""
 
     def __init__(self, path: ObjectPath) -> None:
         self.path, self._ranges = str(path), path.status()
@@ -41,10 +35,8 @@ class ObjectFile:
         try:
             return self._ranges.read(start, size)
         except ObjectError as error:
-            end = start + size
-            raise DamagedFile(
-                f"{self.path}: bytes {start} to {end} cannot be read: {error.strerror}"
-            ) from None
+            where = f"{self.path}: bytes {start} to {start + size}"
+            raise DamagedFile(f"{where} cannot be read: {error.strerror}") from None
 
     def read_each(self, starts: list[int], sizes: list[int]) -> bytes:
         """Return the bytes [start, start + size) of each start, concatenated. Raises like `read`."""

@@ -1,4 +1,4 @@
-"""The record of a lease in an object store, by conditional requests: see storage/lease_record.py."""
+"""The record of a lease in an object store, by conditional requests: see storage/lease.py."""
 
 import contextlib
 import errno

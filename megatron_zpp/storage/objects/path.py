@@ -34,16 +34,13 @@ class ObjectPath:
 
     @property
     def name(self) -> str:
-        """The last part."""
         return self.key.rpartition("/")[2] or self.bucket
 
     @property
     def parent(self) -> "ObjectPath":
-        """The directory that contains it."""
         return ObjectPath(self.bucket, self.key.rpartition("/")[0])
 
     def with_name(self, name: str) -> "ObjectPath":
-        """Another name in the same directory."""
         return self.parent / name
 
     def status(self) -> "ObjectRanges":
@@ -51,7 +48,6 @@ class ObjectPath:
         return ObjectRanges(self, request(str(self), "head_object", **self._named))
 
     def is_file(self) -> bool:
-        """Whether there is such an object."""
         try:
             self.status()
         except NoObject:
@@ -87,7 +83,6 @@ class ObjectPath:
         return request(str(self), "get_object", **self._named, Range=span, IfMatch=tag)["Body"]
 
     def read_whole(self) -> tuple[bytes, str]:
-        """Return the content and its tag."""
         answer = request(str(self), "get_object", **self._named)
         return answer["Body"], answer.get("ETag", "")
 
@@ -179,7 +174,6 @@ class ObjectRanges:
             raise Conflict(error.errno, reason, str(self._path)) from None
 
     def read_into(self, start: int, target: memoryview) -> int:
-        """As a file's."""
         content = self.read(start, min(len(target), self.size - start))
         target[: len(content)] = content
         return len(content)

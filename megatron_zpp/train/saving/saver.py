@@ -18,8 +18,9 @@ from megatron_zpp.checkpoint.states import describe_state, shards_of
 from megatron_zpp.checkpoint.together import NotReadBack, read_back
 from megatron_zpp.checkpoint.write import SaveFailed, write_checkpoint
 from megatron_zpp.distributed.exchange import Exchange, NoProgress
-from megatron_zpp.storage.checksums import Checksums, OnProgress
+from megatron_zpp.storage.checksums import OnProgress
 from megatron_zpp.storage.location import Location, location
+from megatron_zpp.storage.sidecar import SidecarDigest
 from megatron_zpp.train.run import Run
 
 
@@ -47,7 +48,7 @@ class Saver:
         self._shards = partial(shards_of, run.engine, with_optimizer=config.checkpoint.save_optim)
         self._newest = run.start if config.checkpoint.saves_where_it_loads else None
         self._saves = 0
-        self._written: tuple[Location, Checksums] | None = None  # the newest save, if it is committed
+        self._written: tuple[Location, SidecarDigest] | None = None  # the newest save, if it is committed
         self._kept = "earlier checkpoints are unchanged"  # in a warning: what a start would load
         self._keys: set[str] = set()  # this rank's, of saves that other ranks may not have ended yet
         self._failure: SaveFailed | None = None
@@ -144,10 +145,10 @@ class Saver:
         """Read the new checkpoint back, remove old ones on rank 0, and return the log line; on any thread."""
         if self._written is None:  # the save failed
             return None
-        path, checksums = self._written
+        path, digest = self._written
         started, exchange = time.perf_counter(), self._exchange(f"read-back/{self._saves}")
         try:
-            read_back(path, checksums, exchange, self._files)
+            read_back(path, digest, exchange, self._files)
             line = f" read back {path} in {time.perf_counter() - started:.1f} s"
             if self._engine.topology.rank == 0:
                 line += self._remove_old(path, keep_last, exchange)

@@ -35,10 +35,9 @@ class ShardFile:
     @property
     def remote(self) -> bool:
         """Whether every read of the file is a request over a network."""
-        return _is_url(self.path)
+        return "://" in self.path
 
     def record(self) -> ShardRecord:
-        """Return what a checkpoint keeps of the file."""
         name = _REVISION.sub(r"\1/", self.path) if self.remote else os.path.abspath(self.path)
         return ShardRecord(name, self.contents, self.modified)
 
@@ -110,7 +109,7 @@ def examine_files(flag: str, paths: Sequence[str]) -> list[ShardFile]:
 
     def examine(path: str) -> ShardFile:
         try:
-            return _examine_remote(path) if _is_url(path) else _examine_local(path)
+            return _examine_remote(path) if "://" in path else _examine_local(path)
         except OSError as error:
             raise option_error(flag, path, f"{one_line(error)}; name files that can be read") from None
 
@@ -140,7 +139,3 @@ def _examine_remote(url: str) -> ShardFile:
     version = {key: str(info[key]) for key in _IDENTIFIERS if info.get(key)}
     text = json.dumps({"size": info["size"], **version}, sort_keys=True)
     return ShardFile(url, int(info["size"]), hashlib.sha256(text.encode()).hexdigest()[:32], 0)
-
-
-def _is_url(path: str) -> bool:
-    return "://" in path

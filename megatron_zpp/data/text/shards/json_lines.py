@@ -5,7 +5,7 @@ lines that begin in what a range of its compressed bytes adds, so the file need 
 """
 
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from megatron_zpp.data.corpus.compression import RATIO, decompressed, lines_by_chunk
 from megatron_zpp.data.corpus.inputs import lines_that_begin
@@ -54,17 +54,10 @@ class CompressedShard(Shard):
 
     def _pieces(self) -> Generator[bytes, None, None]:
         lines = 0
-        pieces = lines_by_chunk(self._chunks())
-        while True:
-            try:
-                content = next(pieces)
-            except StopIteration:
-                return
-            except ValueError as error:
-                raise ValueError(f"{error} (after line {lines})") from None
-            yield content
-            lines += content.count(b"\n")
-
-    def _chunks(self) -> Iterator[bytes]:
-        with self.file.open() as raw:
-            yield from decompressed(raw, self.file.path, self._chunk)
+        try:
+            with self.file.open() as raw:
+                for content in lines_by_chunk(decompressed(raw, self.file.path, self._chunk)):
+                    yield content
+                    lines += content.count(b"\n")
+        except ValueError as error:
+            raise ValueError(f"{error} (after line {lines})") from None

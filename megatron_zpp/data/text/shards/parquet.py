@@ -38,7 +38,6 @@ class RowGroups:
         return self.rows[group] + (offset - self.size[group]) * rows // size
 
     def group_of(self, row: int) -> int:
-        """Return the row group of a row."""
         return bisect.bisect_right(self.rows, row) - 1
 
 
