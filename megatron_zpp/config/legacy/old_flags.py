@@ -227,7 +227,13 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
     retired("--max-nan-iterations", 10, "10 steps in a row with NaN or Inf always end a run"),
     retired("--buddy-snapshots", int, _NO_SNAPSHOTS),
     retired("--buddy-directory", str, _NO_SNAPSHOTS),
-    retired("--zero-table-rows", int, "tables are whole; --tensor-model-parallel-size saves their memory"),
+    retired(
+        "--zero-table-rows",
+        int,
+        "tables of the vocabulary are whole",
+        "omit it; the loss is computed in chunks of tokens, and --tensor-model-parallel-size or "
+        "--recompute-granularity full saves memory",
+    ),
     retired(
         "--zero-quantization-block", 256, "blocks have 256 elements, and those of unrotated gradients 128"
     ),
