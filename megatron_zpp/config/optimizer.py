@@ -1,13 +1,11 @@
 """How a step changes the weights: AdamW, the learning-rate schedule, and number formats."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_zpp.config.options import Options, count, flag_name, option, option_error, optional, switch
 from megatron_zpp.config.words import counted
-
-if TYPE_CHECKING:
-    from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.config.zero import ZeroConfig
 
 _COEFFICIENTS = "--muon-coefficient-type"
 _NS_STEPS = {"simple": 1, "quintic": 5, "polar_express": 1, "aol": 4}  # multiples of these have coefficients
@@ -86,7 +84,8 @@ class OptimizerConfig(Options):
     optimizer_in_backward: bool = switch(
         "Step each unit when the backward has made its gradient, and free it: for one rank and one "
         "micro-batch per step. --clip-grad then takes the last step's norm, or that of the gradients so far "
-        "if it is larger."
+        "if it is larger.",
+        needs="--optimizer adam",
     )
     fused_backend: Literal["auto", "apex", "torch"] = option(
         "auto",
@@ -106,8 +105,6 @@ class OptimizerConfig(Options):
             raise self.error("exp_avg_dtype", "must be fp32 or bf16 with --optimizer muon")
         if self.optimizer == "muon" and self.splits_weights:
             raise self.error("main_params_dtype", "needs --optimizer adam")
-        if self.optimizer_in_backward and self.optimizer == "muon":
-            raise self.error("optimizer_in_backward", "needs --optimizer adam")
 
     @property
     def compact(self) -> bool:
@@ -146,7 +143,7 @@ class OptimizerConfig(Options):
         """Whether master weights are the weights that compute, and a byte beside each."""
         return self.main_params_dtype != "fp32"
 
-    def check_weights(self, zero: "ZeroConfig", compute_dtype: str, *, coded: bool) -> None:
+    def check_weights(self, zero: ZeroConfig, compute_dtype: str, *, coded: bool) -> None:
         """Raise ValueError for weights that the optimizer cannot step.
 
         --main-params-dtype needs ranks that hold bf16 weights as they compute. A step in the backward cannot
