@@ -199,7 +199,6 @@ class DataConfig(Options):
 
     @property
     def masks(self) -> tuple[str, ...]:
-        """The flags in MASKS that are set."""
         return tuple(name for name in MASKS if getattr(self, name))
 
     @property

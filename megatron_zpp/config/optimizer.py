@@ -231,7 +231,6 @@ class LearningRateConfig(Options):
                 raise self.error(name, f"the run's length is given by --train-{own}; use {right}")
 
     def _check_floors(self, peak_flag: str, peak: float, floor_flag: str, floor: float) -> None:
-        """Refuse floors and starts above a peak."""
         for flag, value in ((floor_flag, floor), ("--lr-warmup-init", self.lr_warmup_init)):
             if value > peak:
                 raise option_error(flag, value, f"must be at most {peak_flag} {peak}")
