@@ -264,7 +264,8 @@ def parse_command_line(
         from megatron_zpp.config.help import show_help
 
         show_help(prog, argv, parts | files)
-    parser = make_parser(prog, "", parts | files, lists_flags="--help all")
+    parser = make_parser(prog, "", parts | files)
+    parser.lists_flags = "--help all"
     provided, others = _typed(parser, parts | files, argv)
     notes: tuple[str, ...] = ()
     if others is not None:
