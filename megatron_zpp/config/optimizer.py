@@ -326,16 +326,6 @@ class PrecisionConfig(Options):
             has = ".".join(map(str, capability))
             raise self.error("fp8", f"needs a GPU of compute capability 8.9; this one has {has}")
 
-    def check_vocabulary(self, padded: int, tensor_ranks: int) -> None:
-        """Raise ValueError unless each tensor rank has as many entries as 8-bit products can have outputs."""
-        multiple = 16 * tensor_ranks
-        if self.fp8_output_layer and padded % multiple:
-            raise self.error(
-                "fp8_output_layer",
-                f"needs a multiple of {multiple} entries in the padded vocabulary, not {padded}; choose "
-                "another --make-vocab-size-divisible-by",
-            )
-
     def speed_notes(self, hidden_size: int) -> list[str]:
         """A note on --fp8 if layers are smaller than all whose steps it was measured to make faster."""
         if not self.fp8 or hidden_size >= _FP8_PAYS:

@@ -103,9 +103,10 @@ def _keys(model: ModelConfig, ranks: int) -> int:
     return model.num_query_groups // ranks * model.kv_channels
 
 
-def check_vocabulary(model: ModelConfig, vocab_size: int, ranks: int) -> None:
+def check_vocabulary(model: ModelConfig, precision: PrecisionConfig, vocab_size: int, ranks: int) -> None:
     """Raise ValueError unless `ranks` can share the padded vocabulary, which does not depend on them.
 
+    8-bit products need parts that are multiples of 16 entries.
     The numbers that it names are right if `ranks` have passed check_tensor_ranks, as their divisors do too.
     """
     padded, multiple = model.embedding_rows(vocab_size), model.make_vocab_size_divisible_by
@@ -117,6 +118,9 @@ def check_vocabulary(model: ModelConfig, vocab_size: int, ranks: int) -> None:
             f"--make-vocab-size-divisible-by that is a multiple of {ranks}, such as "
             f"{math.lcm(ranks, multiple)}, not {multiple}",
         )
+    if precision.fp8_output_layer and padded % (16 * ranks):
+        needed = f"needs a multiple of {16 * ranks} entries in the padded vocabulary, not {padded}"
+        raise precision.error("fp8_output_layer", f"{needed}; choose another --make-vocab-size-divisible-by")
 
 
 def listed(numbers: list[int]) -> str:
