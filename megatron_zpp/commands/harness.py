@@ -99,7 +99,6 @@ class CheckpointLM(LM):
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
         return self._place
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, flag_name, option, option_error, optional, switch
+from megatron_zpp.config.options import Options, flag_name, option, option_error, optional, reader, switch
 from megatron_zpp.config.values.text import is_hub, is_text
 from megatron_zpp.config.values.urls import check_location, local_path
 
@@ -199,7 +199,6 @@ class DataConfig(Options):
 
     @property
     def masks(self) -> tuple[str, ...]:
-        """The flags in MASKS that are set."""
         return tuple(name for name in MASKS if getattr(self, name))
 
     @property
@@ -235,11 +234,11 @@ def weighted_prefixes(flag: str, entries: tuple[str, ...]) -> tuple[tuple[float 
     An entry that parses as a number is a weight (write ./7 for a data set called 7). Raises ValueError unless
     there are no weights or a positive, finite weight precedes each prefix.
     """
-    numbers = [_number(entry) for entry in entries]
-    if all(number is None for number in numbers):
+    numbers = [reader(float)(entry) for entry in entries]  # text where an entry is none
+    if all(isinstance(number, str) for number in numbers):
         return tuple((None, prefix) for prefix in entries)
-    weights = [number for number in numbers[::2] if number is not None]
-    if 2 * len(weights) != len(entries) or any(number is not None for number in numbers[1::2]):
+    weights = [number for number in numbers[::2] if isinstance(number, float)]
+    if 2 * len(weights) != len(entries) or any(isinstance(number, float) for number in numbers[1::2]):
         raise option_error(flag, entries, "must be prefixes alone, or a weight before each prefix")
     for weight, shown in zip(weights, entries[::2], strict=True):
         if not (0 < weight < math.inf):
@@ -254,10 +253,3 @@ def _check_mixture(flag: str, entries: tuple[str, ...]) -> None:
     if len(paths) > 1 and texts and (len(texts) < len(paths) or any(map(is_hub, texts))):
         fix = "put a weight before each; only tokenised data, or only files of text, can be mixed by size"
         raise option_error(flag, entries, fix)
-
-
-def _number(entry: str) -> float | None:
-    try:
-        return float(entry)
-    except ValueError:
-        return None

@@ -38,20 +38,26 @@ def _text(prog: str, section: str | None, groups: Mapping[str, type[Options]], *
         of_plans = make_parser(prog, "", {"plan": groups["plan"]} if plan else {})._option_string_actions
         words = "Pretrain a GPT. These flags are enough for most runs."
         parser = make_parser(prog, words, groups, only={*COMMON, *of_plans})
-        parser.epilog = textwrap.fill(
+        parser.epilog = _wrapped(
             f"--help SECTION lists all flags of a section, and --help {_ALL} those of every section: "
-            f"{', '.join(sections)}.",
-            width=shutil.get_terminal_size().columns - 2,
-            break_on_hyphens=False,
+            f"{', '.join(sections)}."
         )
         return parser.format_help()
     if section == _ALL:
-        from megatron_zpp.config.legacy.translate import add_old_flags
+        from megatron_zpp.config.legacy.old_flags import RENAMED
 
         parser = make_parser(prog, "Pretrain a GPT. README.md shows whole command lines.", groups)
-        add_old_flags(parser)
+        parser.epilog = _wrapped(
+            "These old flags of Megatron-LM and Megatron-DeepSpeed work, and print their current names: "
+            f"{', '.join(flag.name for flag in RENAMED)}. docs/guide/deepspeed.md lists them, flags without "
+            "effect, and refused flags."
+        )
         return parser.format_help()
     if section not in sections:
         known = f"{did_you_mean(section, sections, _LIKELY)} there are {', '.join((*sections, _ALL))}"
         raise UsageError(f"--help {section}: no such section; {known.lstrip()}")
     return make_parser(prog, "", {sections[section]: groups[sections[section]]}).format_help()
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, shutil.get_terminal_size().columns - 2, break_on_hyphens=False)

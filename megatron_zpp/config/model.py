@@ -289,11 +289,11 @@ def preset_fields(preset: str) -> Mapping[str, Any]:
         path /= CONFIG
     if not path.exists():
         raise option_error(flag, preset, f"is neither a file nor a preset; use one of {preset_names()}")
+    values = read_json_object(flag, str(path))
     try:
-        described = describe_model(read_json_object(flag, str(path)))
+        return describe_model(values).fields
     except ValueError as error:
-        raise error if str(error).startswith(flag) else option_error(flag, preset, str(error)) from None
-    return described.fields
+        raise option_error(flag, preset, str(error)) from None
 
 
 @dataclass(frozen=True, kw_only=True)

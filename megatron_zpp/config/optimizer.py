@@ -1,13 +1,11 @@
 """How a step changes the weights: AdamW, the learning-rate schedule, and number formats."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megatron_zpp.config.options import Options, count, flag_name, option, option_error, optional, switch
 from megatron_zpp.config.words import counted
-
-if TYPE_CHECKING:
-    from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.config.zero import ZeroConfig
 
 _COEFFICIENTS = "--muon-coefficient-type"
 _NS_STEPS = {"simple": 1, "quintic": 5, "polar_express": 1, "aol": 4}  # multiples of these have coefficients
@@ -86,7 +84,8 @@ class OptimizerConfig(Options):
     optimizer_in_backward: bool = switch(
         "Step each unit when the backward has made its gradient, and free it: for one rank and one "
         "micro-batch per step. --clip-grad then takes the last step's norm, or that of the gradients so far "
-        "if it is larger."
+        "if it is larger.",
+        needs="--optimizer adam",
     )
     fused_backend: Literal["auto", "apex", "torch"] = option(
         "auto",
@@ -106,8 +105,6 @@ class OptimizerConfig(Options):
             raise self.error("exp_avg_dtype", "must be fp32 or bf16 with --optimizer muon")
         if self.optimizer == "muon" and self.splits_weights:
             raise self.error("main_params_dtype", "needs --optimizer adam")
-        if self.optimizer_in_backward and self.optimizer == "muon":
-            raise self.error("optimizer_in_backward", "needs --optimizer adam")
 
     @property
     def compact(self) -> bool:
@@ -146,7 +143,7 @@ class OptimizerConfig(Options):
         """Whether master weights are the weights that compute, and a byte beside each."""
         return self.main_params_dtype != "fp32"
 
-    def check_weights(self, zero: "ZeroConfig", compute_dtype: str, *, coded: bool) -> None:
+    def check_weights(self, zero: ZeroConfig, compute_dtype: str, *, coded: bool) -> None:
         """Raise ValueError for weights that the optimizer cannot step.
 
         --main-params-dtype needs ranks that hold bf16 weights as they compute. A step in the backward cannot
@@ -234,7 +231,6 @@ class LearningRateConfig(Options):
                 raise self.error(name, f"the run's length is given by --train-{own}; use {right}")
 
     def _check_floors(self, peak_flag: str, peak: float, floor_flag: str, floor: float) -> None:
-        """Refuse floors and starts above a peak."""
         for flag, value in ((floor_flag, floor), ("--lr-warmup-init", self.lr_warmup_init)):
             if value > peak:
                 raise option_error(flag, value, f"must be at most {peak_flag} {peak}")
@@ -329,16 +325,6 @@ class PrecisionConfig(Options):
         if self.fp8 and capability is not None and capability < (8, 9):
             has = ".".join(map(str, capability))
             raise self.error("fp8", f"needs a GPU of compute capability 8.9; this one has {has}")
-
-    def check_vocabulary(self, padded: int, tensor_ranks: int) -> None:
-        """Raise ValueError unless each tensor rank has as many entries as 8-bit products can have outputs."""
-        multiple = 16 * tensor_ranks
-        if self.fp8_output_layer and padded % multiple:
-            raise self.error(
-                "fp8_output_layer",
-                f"needs a multiple of {multiple} entries in the padded vocabulary, not {padded}; choose "
-                "another --make-vocab-size-divisible-by",
-            )
 
     def speed_notes(self, hidden_size: int) -> list[str]:
         """A note on --fp8 if layers are smaller than all whose steps it was measured to make faster."""

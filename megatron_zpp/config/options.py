@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import operator
 import os
 import re
 import textwrap
@@ -173,12 +174,10 @@ def make_parser(
     groups: Mapping[str, type[Options]],
     *,
     only: Collection[str] | None = None,
-    lists_flags: str = "--help",
-) -> argparse.ArgumentParser:
+) -> "_OneLineParser":
     """Return a parser without abbreviations, whose help has a section per class, titled by its docstring.
 
-    `only` names the flags that it has; default all. `lists_flags` is the flag that lists every flag, for
-    errors.
+    `only` names the flags that it has; default all.
     """
     parser = _OneLineParser(
         prog=prog,
@@ -188,7 +187,6 @@ def make_parser(
         argument_default=argparse.SUPPRESS,
         formatter_class=_HelpFormatter,
     )
-    parser.lists_flags = lists_flags
     parser.add_argument(
         "--version",
         action="version",
@@ -266,7 +264,7 @@ def usage_errors(explain: Callable[[str], str] = str) -> Iterator[None]:
 class _OneLineParser(argparse.ArgumentParser):
     """An argparse parser that raises UsageError instead of printing its usage block and exiting."""
 
-    lists_flags = "--help"
+    lists_flags = "--help"  # what lists every flag, for errors
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.lists_flags} lists every flag)")
@@ -385,15 +383,9 @@ def value_error(field: dataclasses.Field, value: object) -> ValueError | None:
         if isinstance(number, float) and not math.isfinite(number):
             return option_error(flag, number, "must be a finite number")
         for name, bound in field.metadata["bounds"].items():
-            holds, words = _BOUNDS[name]
-            if not holds(number, bound):
-                return option_error(flag, value, f"must be {words} {bound}")
+            if not _BOUNDS[name](number, bound):
+                return option_error(flag, value, f"must be {name.replace('_', ' ')} {bound}")
     return None
 
 
-_BOUNDS = {
-    "at_least": (lambda number, bound: number >= bound, "at least"),
-    "at_most": (lambda number, bound: number <= bound, "at most"),
-    "above": (lambda number, bound: number > bound, "above"),
-    "below": (lambda number, bound: number < bound, "below"),
-}
+_BOUNDS = {"at_least": operator.ge, "at_most": operator.le, "above": operator.gt, "below": operator.lt}

@@ -198,7 +198,6 @@ class PositionConfig(SizeConfig):
             )
 
     def _check_stretched(self) -> None:
-        """Fill and check what YaRN and LongRoPE need."""
         original = self.yarn_original_max_position_embeddings
         if original is None:
             fix = f"{_TYPE} {self.position_embedding_type} needs the length of text before it"

@@ -34,7 +34,7 @@ from megatron_zpp.config.run import (
     TimingConfig,
     TrainingConfig,
 )
-from megatron_zpp.config.shapes.tensor_parallel import check_context_ranks, check_tensor_ranks
+from megatron_zpp.config.shapes.tensor_parallel import check_context_ranks, check_fp8, check_tensor_ranks
 from megatron_zpp.config.sources.checkpoint_arguments import SavedArguments, obey_checkpoint
 from megatron_zpp.config.sources.provided import Provided
 from megatron_zpp.config.sources.settings_file import (
@@ -100,8 +100,6 @@ class Config:
             raise model.error("fp32_residual_connection", fix)
         self.optimizer.check_weights(zero, dtype, coded=coded)
         if precision.fp8:
-            from megatron_zpp.config.shapes.eight_bits import check_fp8
-
             check_fp8(model, training, precision, zero, self.distributed.context_parallel_size)
         tensor_ranks = self.distributed.tensor_model_parallel_size
         check_tensor_ranks(model, tensor_ranks, fp8=precision.fp8)
@@ -266,7 +264,8 @@ def parse_command_line(
         from megatron_zpp.config.help import show_help
 
         show_help(prog, argv, parts | files)
-    parser = make_parser(prog, "", parts | files, lists_flags="--help all")
+    parser = make_parser(prog, "", parts | files)
+    parser.lists_flags = "--help all"
     provided, others = _typed(parser, parts | files, argv)
     notes: tuple[str, ...] = ()
     if others is not None:

@@ -97,7 +97,6 @@ class EvaluationConfig(Options):
 
     @property
     def enabled(self) -> bool:
-        """Whether the run evaluates."""
         return self.full_validation or self.eval_iters > 0
 
 
@@ -294,7 +293,6 @@ class DistributedConfig(Options):
 
     @property
     def timeout(self) -> timedelta:
-        """--distributed-timeout-minutes as a timedelta."""
         return timedelta(minutes=self.distributed_timeout_minutes)
 
     def check(self) -> None:

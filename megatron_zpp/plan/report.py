@@ -123,10 +123,9 @@ def _why(run: Plan, best: Plan) -> str:
     rest = {"links": run.time.exposed - best.time.exposed, "again": run.time.again - best.time.again}
     rest["optimizer"] = run.time.optimizer - best.time.optimizer
     rest["sums"] = lost - sum(rest.values())
-    often = "".join(
-        f", in each of {run.job.micro_batches} micro-batches"
-        for _ in range(run.job.micro_batches > 1 and run.sent.inter > 1.5 * best.sent.inter)
-    )
+    often = ""
+    if run.job.micro_batches > 1 and run.sent.inter > 1.5 * best.sent.inter:
+        often = f", in each of {run.job.micro_batches} micro-batches"
     texts = {
         "links": "waits for links",
         "again": "recomputed layers",

@@ -6,7 +6,7 @@ most settings are settled before their memory is computed. plan/space.py says wh
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 from megatron_zpp.exchange.route import SentBytes
@@ -166,18 +166,13 @@ class _Tried:
         partly: list[tuple[float, Job]] = []
         for job in families:
             sizes, (given, more) = sizes_of(job, space), recomputations(job, space)
-            recomputes = dict.fromkeys([*given, *more])
-            count = job.micro_batches * job.micro_batch_size // sizes[-1]
-            large = replace(job, micro_batch_size=sizes[-1], micro_batches=count)
-            if min(self._least_seconds(replace(large, recompute=each)) for each in recomputes) > self.bound:
-                continue
             small = in_micro_batches_of(job, sizes[0])
             least = [small.varied(recompute=each) for each in dict.fromkeys(given)]
             if not any(memory_of(each).fits(self.gibibytes) for each in least):
                 self.smallest += least
                 continue
             passes = _Passes()
-            for recompute in recomputes:
+            for recompute in dict.fromkeys([*given, *more]):
                 partly += self._sizes_of(small.varied(recompute=recompute), sizes, passes)
         for seconds, job in sorted(partly if space.others else [], key=lambda each: each[0]):
             if seconds <= self.bound:

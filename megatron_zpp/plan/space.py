@@ -167,8 +167,7 @@ def _divides(job: Job, size: int, context: int) -> bool:
     try:
         check_context_ranks(job.model, context, size, job.comm_type)
         check_tensor_ranks(job.model, size, fp8=job.precision.fp8)
-        check_vocabulary(job.model, job.vocab_size, size)
-        job.precision.check_vocabulary(job.padded_vocab_size, size)
+        check_vocabulary(job.model, job.precision, job.vocab_size, size)
     except ValueError:
         return False
     return job.local % (size * context) == 0

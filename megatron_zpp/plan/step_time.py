@@ -21,8 +21,7 @@ backward. The time that a pass takes beyond its compute and kernels is exposed. 
 per parameter of its share and the gradient, and writes 12 bytes and what is sent, at the memory's rate, or if
 offloaded at the CPU's; fewer bytes with --use-precision-aware-optimizer. Ranks that share layers have equal
 parts of their FLOPs, compute these more slowly than a rank with whole layers, and wait for each other as
-plan/exchanges.py says. Not modelled: latencies, other jobs on the links, slow ranks, reading of data,
-evaluation, checkpoints.
+plan/exchanges.py says. docs/internals/planner.md lists what is not modelled.
 """
 
 import math

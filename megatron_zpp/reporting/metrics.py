@@ -62,7 +62,6 @@ class Stopwatch:
         self._total += time.perf_counter() - self._started
 
     def resume(self) -> None:
-        """Continue to count."""
         self._started = time.perf_counter()
 
     def total(self) -> float:

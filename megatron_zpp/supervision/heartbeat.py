@@ -1,14 +1,8 @@
 """Ends a run if one of its ranks stops: every rank reports which rank stopped, and what it was doing.
 
-Each rank sends heartbeat messages to rank 0 by its lifeline (distributed/lifelines.py), and rank 0 sends its
-own to all. Rank 0 judges all messages, and tells the others if one of them has to end the run; the others
-judge those of rank 0. All use a clock that pauses with the process, so a job suspended as a whole can
-continue. A rank that was killed is known sooner, because its lifeline closes.
-
-A rank *asks* if a collective failed, or if it was told to stop and makes no progress: a launcher sends the
-signal after another rank died, and kills the rank before --heartbeat-timeout is over. A silence of a few
-intervals then suffices for a verdict. A rank in a long step still sends messages, so a request to stop never
-ends a run whose ranks are all alive.
+docs/internals/faults.md, "Liveness", says who sends messages to whom, and who decides. All use a clock that
+pauses with the process, so a job suspended as a whole can continue. A rank *asks* if a collective failed, or
+if it was told to stop and makes no progress. A silence of a few intervals then suffices for a verdict.
 """
 
 import platform
@@ -146,14 +140,12 @@ class _Pulse:
             self._end(text)
 
     def _end(self, verdict: str) -> None:
-        """End this process."""
         self._ending.acquire()  # never released
         if self._lifelines:
             self._lifelines.leave()
         end_at_once(self._prog, self._topology, verdict)
 
     def _beat(self) -> None:
-        """The thread."""
         while not self._over.wait(self._interval / 4):
             self._activity.tick(2 * self._interval)
             waited = self._activity.seconds - self._activity.latest.since  # maybe for another rank
@@ -207,7 +199,6 @@ class _Pulse:
         return [self._own, *(HeartbeatMessage(**beats[rank]) if rank in beats else None for rank in ranks)]
 
     def _message(self, *, failed: str | None = None, left: bool = False) -> HeartbeatMessage:
-        """This rank's next message."""
         self._count += 1
         mark = self._activity.latest
         return HeartbeatMessage(

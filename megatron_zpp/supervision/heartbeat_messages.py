@@ -27,7 +27,6 @@ class HeartbeatMessage:
 
     @property
     def name(self) -> str:
-        """The rank and its host."""
         return f"rank {self.rank} [{self.host}]"
 
 

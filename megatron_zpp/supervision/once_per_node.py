@@ -27,7 +27,6 @@ Say = Callable[[str, str], None]  # takes a topic, which ranks may share, and th
 
 
 def say_here(topic: str, line: str) -> None:
-    """Write `line` to stderr."""
     write_line(line)
 
 

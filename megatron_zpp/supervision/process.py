@@ -1,7 +1,6 @@
 """This process among the ranks of its job, and how its errors are reported before and after they connect."""
 
 import os
-import platform
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from megatron_zpp.distributed.rank_addresses import Rendezvous
 from megatron_zpp.distributed.rendezvous import rendezvous
 from megatron_zpp.distributed.slurm import launcher_variables
 from megatron_zpp.distributed.topology import Topology
-from megatron_zpp.supervision.errors import end_at_once, one_line_errors
+from megatron_zpp.supervision.errors import end_at_once, line_of, one_line_errors
 from megatron_zpp.supervision.once_per_node import Say, once_per_node
 
 
@@ -60,7 +59,7 @@ class Process:
 
         def say(line: str) -> None:
             if topology.local_rank == 0:
-                sys.stderr.write(f"{prog} [{platform.node()} rank {topology.rank}]: {line}\n")
+                sys.stderr.write(f"{line_of(prog, topology, line)}\n")
 
         with one_line_errors(prog, topology, say=lambda _, line: self.per_node("meeting", line)):
             return rendezvous(

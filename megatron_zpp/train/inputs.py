@@ -52,8 +52,7 @@ def check_inputs(config: Config, mesh: Mesh, say: Callable[[str], None]) -> RunI
     with usage_errors():
         config.optimizer.check_batch(mesh.world_size, most)
     tensor_ranks = config.distributed.tensor_model_parallel_size
-    check_vocabulary(config.model, vocab_size, tensor_ranks)
-    config.precision.check_vocabulary(config.model.embedding_rows(vocab_size), tensor_ranks)
+    check_vocabulary(config.model, config.precision, vocab_size, tensor_ranks)
     check_prompts(config.evaluation.sample_prompt or (), tokenizer)
     splits = open_data(config, schedule, description, say)
     if not (config.plan.dry_run and config.checkpoint.huggingface):  # a plan downloads no weights

@@ -71,7 +71,6 @@ class _File:
         self._path, self._provided = path, provided
 
     def obey(self, key: str, value: Any) -> None:
-        """Apply the rule of `key`."""
         rule = KEYS[key]
         if isinstance(rule, Obeyed):
             try:

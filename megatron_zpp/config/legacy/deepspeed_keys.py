@@ -215,10 +215,6 @@ _ZERO: dict[str, Rule] = {
     "load_from_fp32_weights": Only((True,), "not supported: weights from checkpoints below fp32"),
 }
 
-_RECOMPUTATION: dict[str, Rule] = {
-    "cpu_checkpointing": _switch("recompute.recompute_offload"),
-}
-
 _IDLE = {  # with zero. for zero_optimization.
     "gradients are dense, divided by the ranks and accumulated in flat buffers": """prescale_gradients
         gradient_predivide_factor sparse_gradients zero.contiguous_gradients""",
@@ -279,7 +275,7 @@ KEYS: Mapping[str, Rule] = {
     **_OPTIMIZER,
     **_PRECISION,
     **{f"zero_optimization.{key}": rule for key, rule in _ZERO.items()},
-    **{f"activation_checkpointing.{key}": rule for key, rule in _RECOMPUTATION.items()},
+    "activation_checkpointing.cpu_checkpointing": _switch("recompute.recompute_offload"),
     **_REPORTS,
     **_BLOCKS,
     **{

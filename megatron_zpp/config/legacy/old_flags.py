@@ -186,13 +186,7 @@ ONLY = (
 
 RETIRED = (  # flags of this program, whose fields may be in settings files and in checkpoints
     retired("--gemm-algorithms", "heuristic", "torch always chooses the algorithms of matmuls"),
-    retired(
-        "--fp8-products",
-        "always",
-        "--fp8 always computes the matmuls of layers on 8-bit floats",
-        "no layer is timed any more; omit it, and below --hidden-size 2048, where no step was measured to be "
-        "faster with --fp8, omit --fp8 too",
-    ),
+    retired("--fp8-products", "always", "--fp8 always computes the matmuls of layers on 8-bit floats"),
     retired("--fp8-margin", 0, "the largest magnitude of --fp8-recipe delayed always has the largest code"),
     *(
         OldFlag(name=name, takes=takes, why=why)
@@ -228,25 +222,11 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
         )
     ),
     retired("--sample-tokens", 64, "a sampled text always has 64 tokens"),
-    retired(
-        "--wandb-mode",
-        str,
-        "the environment variable WANDB_MODE sets it",
-        "set the environment variable WANDB_MODE instead",
-    ),
-    retired(
-        "--plan-compute-share",
-        float,
-        "a plan takes the share of the peak that was measured or fitted for its GPU",
-        "omit it, and multiply the planned compute by the share measured or fitted for its GPU / yours",
-    ),
+    retired("--wandb-mode", str, "the environment variable WANDB_MODE sets it"),
+    retired("--plan-compute-share", float, "a plan takes and prints the share of the peak of its GPU"),
     retired("--max-nan-iterations", 10, "10 steps in a row with NaN or Inf always end a run"),
-    *(
-        retired(
-            name, takes, _NO_SNAPSHOTS, f"{_NO_SNAPSHOTS}; omit it, and save more often with --async-save"
-        )
-        for name, takes in (("--buddy-snapshots", int), ("--buddy-directory", str))
-    ),
+    retired("--buddy-snapshots", int, _NO_SNAPSHOTS),
+    retired("--buddy-directory", str, _NO_SNAPSHOTS),
     retired(
         "--zero-table-rows",
         int,
@@ -257,12 +237,7 @@ RETIRED = (  # flags of this program, whose fields may be in settings files and 
     retired(
         "--zero-quantization-block", 256, "blocks have 256 elements, and those of unrotated gradients 128"
     ),
-    retired(
-        "--nccl-sockets",
-        "auto",
-        "2x2 where NCCL would use TCP with one socket",
-        "omit it, and set NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD, which are obeyed",
-    ),
+    retired("--nccl-sockets", "auto", "NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD set NCCL's sockets"),
 )
 RETIRED_FIELDS = {flag.name[2:].replace("-", "_"): flag for flag in RETIRED}
 OTHER_VALUES = {  # by flag: what says here what a value of another program says there

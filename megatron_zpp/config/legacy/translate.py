@@ -2,8 +2,6 @@
 
 import argparse
 import math
-import shutil
-import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -12,7 +10,6 @@ from megatron_zpp.config.legacy.old_flags import (
     OLD_FLAGS,
     OTHER_VALUES,
     REFUSED_VALUES,
-    RENAMED,
     RETIRED_VALUES,
     VALUE,
 )
@@ -194,13 +191,6 @@ def add_old_flags(parser: argparse.ArgumentParser) -> None:
         details: dict[str, Any] = {"type": reader(flag.takes)} if flag.takes else {"action": "store_true"}
         details |= {"nargs": "+"} if flag.many else {}
         hidden.add_argument(name, dest=f"{OTHERS}.{name}", help=argparse.SUPPRESS, **details)
-    known = ", ".join(flag.name for flag in RENAMED)
-    parser.epilog = textwrap.fill(
-        f"These old flags of Megatron-LM and Megatron-DeepSpeed work, and print their current names: "
-        f"{known}. docs/guide/deepspeed.md lists them, flags without effect, and refused flags.",
-        width=shutil.get_terminal_size().columns - 2,
-        break_on_hyphens=False,
-    )
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, list[str], list[str]]]:

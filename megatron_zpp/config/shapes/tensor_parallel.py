@@ -1,10 +1,13 @@
-"""Which numbers of tensor ranks can share a model, and of context ranks its samples."""
+"""What tensor ranks, context ranks and 8-bit products need of the sizes of a model and its batches."""
 
 import math
 
 from megatron_zpp.config.model import ModelConfig
+from megatron_zpp.config.optimizer import PrecisionConfig
 from megatron_zpp.config.options import flag_name, option_error
+from megatron_zpp.config.run import TrainingConfig
 from megatron_zpp.config.words import counted, divisors
+from megatron_zpp.config.zero import ZeroConfig
 
 FLAG, CONTEXT_FLAG = "--tensor-model-parallel-size", "--context-parallel-size"
 _DIVIDED = ("num_attention_heads", "num_query_groups", "ffn_hidden_size", "seq_length")
@@ -57,14 +60,53 @@ def check_context_ranks(model: ModelConfig, ranks: int, tensor_ranks: int, comm_
         raise option_error(CONTEXT_FLAG, ranks, f"{fix}; use p2p")
 
 
+def check_fp8(
+    model: ModelConfig,
+    training: TrainingConfig,
+    precision: PrecisionConfig,
+    zero: ZeroConfig,
+    context_ranks: int,
+) -> None:
+    """Raise ValueError for settings that contradict --fp8.
+
+    Every dimension of an 8-bit product is a multiple of 16, also the tokens that weight gradients sum over.
+    """
+    heads = model.num_attention_heads * model.kv_channels
+    keys = model.num_query_groups * model.kv_channels
+    tokens = training.micro_batch_size * model.seq_length // context_ranks
+    shared = f" / {CONTEXT_FLAG} {context_ranks}" if context_ranks > 1 else ""
+    for flag, value, width in (
+        ("--hidden-size", model.hidden_size, model.hidden_size),
+        ("--ffn-hidden-size", model.ffn_hidden_size, model.ffn_hidden_size),
+        ("--kv-channels", f"{model.kv_channels} × --num-attention-heads {model.num_attention_heads}", heads),
+        ("--kv-channels", f"{model.kv_channels} × --num-query-groups {model.num_query_groups}", keys),
+        (
+            "--micro-batch-size",
+            f"{training.micro_batch_size} × --seq-length {model.seq_length}{shared}",
+            tokens,
+        ),
+    ):
+        if width % 16:
+            raise option_error(flag, value, f"is {width}; must be a multiple of 16 with --fp8")
+    if precision.fp8_param_gather and zero.zero_quantized_weights and not zero.sends_differences:
+        other = f"--zero-quantized-weights in {zero.zero_quantized_weights_format}"
+        fix = (
+            f"gathers the 8-bit codes that are multiplied, and {other} would gather other codes; use "
+            "--zero-quantized-weights-format delta4, or omit --zero-quantized-weights to gather a "
+            "byte per weight, or omit --fp8-param-gather"
+        )
+        raise precision.error("fp8_param_gather", fix)
+
+
 def _keys(model: ModelConfig, ranks: int) -> int:
     """The outputs of keys on each of `ranks`."""
     return model.num_query_groups // ranks * model.kv_channels
 
 
-def check_vocabulary(model: ModelConfig, vocab_size: int, ranks: int) -> None:
+def check_vocabulary(model: ModelConfig, precision: PrecisionConfig, vocab_size: int, ranks: int) -> None:
     """Raise ValueError unless `ranks` can share the padded vocabulary, which does not depend on them.
 
+    8-bit products need parts that are multiples of 16 entries.
     The numbers that it names are right if `ranks` have passed check_tensor_ranks, as their divisors do too.
     """
     padded, multiple = model.embedding_rows(vocab_size), model.make_vocab_size_divisible_by
@@ -76,6 +118,9 @@ def check_vocabulary(model: ModelConfig, vocab_size: int, ranks: int) -> None:
             f"--make-vocab-size-divisible-by that is a multiple of {ranks}, such as "
             f"{math.lcm(ranks, multiple)}, not {multiple}",
         )
+    if precision.fp8_output_layer and padded % (16 * ranks):
+        needed = f"needs a multiple of {16 * ranks} entries in the padded vocabulary, not {padded}"
+        raise precision.error("fp8_output_layer", f"{needed}; choose another --make-vocab-size-divisible-by")
 
 
 def listed(numbers: list[int]) -> str:

@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from statistics import median, mode
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megatron_zpp.storage.regular import open_stream
 
 LINE_LIMIT = 1 << 20  # bytes; a record has a few dozen numbers
 _NUMBERS = 5  # of skipped lines, in a warning
 Axis = Literal["iteration", "tokens", "samples", "hours"]
-AXIS_LABELS: dict[Axis, str] = {
-    "iteration": "iteration",
-    "tokens": "tokens",
-    "samples": "samples",
-    "hours": "hours of training",
-}
+AXIS_LABELS = {axis: axis for axis in get_args(Axis)} | {"hours": "hours of training"}
 Values = Mapping[str, Any]  # one record of a metrics file
 _LARGEST = 1 << 60  # of any number; bytes of a step come closest
 

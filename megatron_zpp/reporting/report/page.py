@@ -55,7 +55,6 @@ class Report:
 
 
 def page(report: Report) -> str:
-    """The page's text."""
     text = Path(__file__).with_name("page.html").read_text()
     template = Template(
         text, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
