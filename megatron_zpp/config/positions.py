@@ -11,7 +11,9 @@ from megatron_zpp.config.values.attention_window import describe_pattern, parse_
 
 PositionEmbedding = Literal["learned_absolute", "rope", "yarn", "longrope", "alibi", "none"]
 ROTARY = ("rope", "yarn", "longrope")
-OF_ROTARY = ("rotary_base", "rotary_percent", "rotary_interleaved", "no_rope_freq")  # of all three
+OF_ROTARY = (  # of all three
+    *("rotary_base", "rotary_base_local", "rotary_percent", "rotary_interleaved", "no_rope_freq"),
+)
 OF_ONE_ROTARY = (  # of one of them alone
     *("rotary_seq_len_interpolation_factor", "rotary_ntk_factor", "use_rope_scaling", "rope_scaling_factor"),
     *("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),

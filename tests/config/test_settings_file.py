@@ -240,7 +240,11 @@ SHAPE = "--tokenizer-type NullTokenizer --vocab-size 9 --seq-length 16 --micro-b
 WHOLE = [
     " ".join(MINIMAL),
     f"{SHAPE} --model-preset 345m --mock-data --train-iters 5 --min-lr 1e-5 --max-position-embeddings 16",
-    *(f"{SHAPE} --model-preset {preset} --mock-data --train-iters 5" for preset in PRESETS),
+    *(
+        f"{SHAPE} --model-preset {preset} --mock-data --train-iters 5 {positions}"
+        for preset in PRESETS
+        for positions in ("", "--position-embedding-type none")
+    ),
     f"{SHAPE} --model-preset llama3.1-8b --data-path .7 a .3 b --train-samples 999 --global-batch-size 8 "
     "--rampup-batch-size 4 2 100 --bf16 --zero-stage 3 --zero-quantized-weights --split 9,1 --save x "
     "--load x --keep-last 2 --no-save-optim --no-load-optim",
