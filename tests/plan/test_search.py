@@ -198,7 +198,7 @@ def test_a_space_of_the_stage_or_of_the_size_alone_leaves_the_rest() -> None:
 
 
 PLAN = (
-    "--dry-run --model-preset 1.3b --plan-nodes 4 --plan-gpus-per-node 8 --plan-link-gbit 50 "
+    "--dry-run --model-preset 1.3b --num-layers 6 --plan-nodes 4 --plan-gpus-per-node 8 --plan-link-gbit 50 "
     "--global-batch-size 128 --lr 1e-4"
 )
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform"
