@@ -368,10 +368,6 @@ def tie_outside(model: Stack) -> None:
             r"layers.1.tables: a tensor on the meta device .* register_buffer",
         ),
         (
-            lambda model: setattr(model, "all_weights", [layer.linear.weight for layer in model.layers]),
-            r"all_weights: has the parameter layers.0.linear.weight, which the engine replaces where it is",
-        ),
-        (
             lambda model: setattr(model.head, "spectrum", nn.Parameter(torch.zeros(3, dtype=torch.cfloat))),
             r"head.spectrum: is complex; .*view_as_complex",
         ),
