@@ -21,17 +21,15 @@ if TYPE_CHECKING:
 
 # One of these that began last would leave the other workers without work.
 LONGEST = """
-    slurm/test_jobs faults/test_bad_inputs zero/test_tensor_parallel plan/test_search
-    exchange/test_reductions plan/test_memory zero/test_compact_states zero/test_stages
-    plan/test_tensor_parallel commands/test_scripts zero/test_own_modules checkpoint/foreign/test_megatron
-    zero/test_differences benchmarks/test_emulation package/test_python_api
-    checkpoint/huggingface/test_hub zero/test_quantized
-    checkpoint/test_tensor_parallel model/test_attention config/test_megatron_flags
-    train/test_tensor_parallel data/text/test_shards exchange/test_gathers
-    checkpoint/huggingface/test_families supervision/test_heartbeat checkpoint/foreign/test_hostile
-    train/test_faults train/test_fp8_differences tools/test_preprocess_data supervision/test_preflight
-    plan/test_dry_run train/test_compiling zero/test_sublayers zero/test_muon distributed/test_rendezvous
-    plan/test_traffic
+    slurm/test_jobs plan/test_traffic plan/test_search faults/test_bad_inputs supervision/test_heartbeat
+    zero/test_stages zero/test_tensor_parallel exchange/test_reductions zero/test_own_axes
+    train/test_tensor_parallel train/test_faults zero/test_quantized checkpoint/huggingface/test_hub
+    zero/test_own_modules distributed/test_rendezvous checkpoint/test_tensor_parallel commands/test_scripts
+    zero/test_differences supervision/test_preflight train/test_compiling plan/test_dry_run plan/test_memory
+    benchmarks/test_emulation zero/test_sublayers checkpoint/test_slow_ranks zero/test_muon
+    zero/test_context_parallel train/test_fp8_differences distributed/test_lifelines api/test_states
+    model/test_attention train/test_fp8_scaling commands/test_evaluate exchange/test_gathers
+    model/test_compiled_functions distributed/test_exchange
 """.split()
 
 

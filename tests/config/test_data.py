@@ -1,6 +1,5 @@
 """Which data flags go together."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -81,25 +80,6 @@ def test_invalid_splits_are_refused(text):
         ValueError, match=r"^--split .*: must be up to three shares of 0 or more, as in 969,30,1$"
     ):
         split_shares(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "shares"),
-    [
-        ("1", (1, 0, 0)),
-        ("8,1,1", (0.8, 0.1, 0.1)),
-        ("0,3", (0, 1, 0)),
-        (" 98 , 2 , 0 ", (0.98, 0.02, 0)),
-        ("'99,1,0'", (0.99, 0.01, 0)),
-        ("949/50/1", (0.949, 0.05, 0.001)),
-        ("98 2 0", (0.98, 0.02, 0)),
-        ("[.9, .1]", (0.9, 0.1, 0)),
-    ],
-)
-def test_shares_are_those_of_megatron(text, shares):
-    theirs = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_config")
-    assert theirs.parse_and_normalize_split(text) == pytest.approx(shares)
-    assert all(math.isclose(a, b) for a, b in zip(split_shares(text), shares, strict=True))
 
 
 def test_weights_belong_to_the_prefix_after_them():

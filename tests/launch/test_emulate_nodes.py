@@ -96,6 +96,7 @@ def test_the_ledger_is_what_the_kernel_counts(zero: list[str], tmp_path: Path) -
     assert left_behind(run.pid) == []
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("namespaces")
 def test_all_nodes_share_a_secret_of_their_job(tmp_path: Path) -> None:
     program, said = tmp_path / "program.py", tmp_path / "said"

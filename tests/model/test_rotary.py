@@ -5,7 +5,7 @@ import torch
 
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.positions import ROTARY
-from megatron_zpp.model.rotary import positions_per_radian, rotary_embeddings
+from megatron_zpp.model.rotary import rotary_embeddings
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -14,9 +14,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-
-
-FREQUENCIES = 1 / positions_per_radian(20, 10_000.0)
 
 
 def heads(width: int, tokens: int = 7) -> torch.Tensor:

@@ -11,24 +11,41 @@ import torch
 from safetensors.torch import load_file
 
 import megatron_zpp
-from tests.support import ROOT, free_port, run
+from tests import support
+from tests.support import ROOT, free_port, nightly, run
 
 PAGE = ROOT / "docs" / "guide" / "python_api.md"
 STEP = re.compile(r"step (\d+): loss ([\d.]+), gradient norm ([\d.]+)")
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    path = tmp_path_factory.mktemp("api") / "own_model.py"
+    path = tmp_path / "own_model.py"
     path.write_text(code)
     return path
 
 
-def losses(program: Path, *launcher: str) -> list[float]:
-    done = run(*launcher, program, "30" if not launcher else "60", cwd=program.parent)
+def losses_of(said: str) -> list[float]:
+    return [float(loss) for _, loss, _ in STEP.findall(said)]
+
+
+def by_torchrun(program: Path) -> str:
+    """What two nodes say, as the page starts them."""
+    address = f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {free_port()}".split()
+    nodes = [("-m", "torch.distributed.run", *address, "--node-rank", str(node)) for node in (0, 1)]
+    with ThreadPoolExecutor() as pool:
+        ended = list(pool.map(lambda launcher: run(*launcher, program, "60", cwd=program.parent), nodes))
+    assert [done.returncode for done in ended] == [0, 0], [done.stderr for done in ended]
+    return "".join(done.stdout for done in ended)
+
+
+def forked(program: Path, steps: str, ranks: int = 1) -> str:
+    """The same of ranks with nodes of their own, without the imports again."""
+    place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    done = support.program("tests.package.page", program, steps, processes=ranks, **place)
     assert done.returncode == 0, done.stderr
-    return [float(loss) for _, loss, _ in STEP.findall(done.stdout)]
+    return done.stdout
 
 
 def test_every_name_can_be_imported_and_is_on_the_page() -> None:
@@ -74,16 +91,15 @@ class Plain:
         return found[9::10]
 
 
-def test_the_program_trains_resumes_and_exports_as_plain_torch_does(program: Path) -> None:
+@pytest.mark.parametrize("launched", [False, nightly(True)])
+def test_the_program_trains_resumes_and_exports_as_plain_torch_does(program: Path, launched: bool) -> None:
     """Thirty steps on one rank, the others on two nodes, with the same samples."""
-    plain, port = Plain(program), str(free_port())
+    plain = Plain(program)
     expected = plain.losses()
-    assert losses(program) == pytest.approx(expected[:3], abs=2e-3)  # printed with four digits
-    address = f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {port}".split()
-    nodes = [("-m", "torch.distributed.run", *address, "--node-rank", str(node)) for node in (1, 0)]
-    with ThreadPoolExecutor() as pool:
-        silent, found = pool.map(lambda launcher: losses(program, *launcher), nodes)
-    assert silent == []
+    assert losses_of(forked(program, "30")) == pytest.approx(
+        expected[:3], abs=2e-3
+    )  # printed with four digits
+    found = losses_of(by_torchrun(program) if launched else forked(program, "60", 2))
     assert found == pytest.approx(expected[3:], abs=2e-3)
     assert found[-1] < 0.3 * expected[0]
     exported = load_file(program.parent / "model.safetensors")

@@ -64,7 +64,7 @@ def test_few_flags_make_a_plan_and_all_that_are_missing_are_said_at_once() -> No
         "\nnever tried: ",
     ):
         assert part in said
-    codes = "--zero-stage 3 --zero-quantized-weights --zero-quantized-gradients".split()
+    codes = "--num-layers 4 --zero-stage 3 --zero-quantized-weights --zero-quantized-gradients".split()
     assert "\nsecond: --" in printed(*FEW.split(), "--global-batch-size", "512", *codes)
     notes = parse_command_line([*FEW.split(), "--global-batch-size", "512"]).notes
     assert notes == ("not given, planned with: --micro-batch-size 1, a vocabulary of 50,257",)

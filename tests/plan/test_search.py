@@ -169,12 +169,14 @@ def test_nothing_changes_where_a_run_is_as_fast_as_any() -> None:
 
 @pytest.mark.parametrize("zero", [STAGE_3 | QWZ | HPZ | QGZ, FOUR_BITS])
 def test_formats_of_a_run_are_its_own_or_none(zero: dict[str, Any]) -> None:
-    best = found(preset("1.3b", 2, 4, 64, zero), 10).best
+    best = found(preset("1.3b", 2, 4, 64, zero, model={"num_layers": 6}), 10).best
     assert best.job.zero.zero_quantized_weights_format == ZeroConfig(**zero).zero_quantized_weights_format
 
 
 def test_micro_batches_stay_where_their_size_changes_the_numerics() -> None:
-    job = dataclasses.replace(preset("1.3b", 2, 4, 64, precision=FP8), may_resize=False)
+    job = dataclasses.replace(
+        preset("1.3b", 2, 4, 64, precision=FP8, model={"num_layers": 6}), may_resize=False
+    )
     best = found(job).best
     assert best.job.micro_batch_size == job.micro_batch_size
 
@@ -198,7 +200,7 @@ def test_a_space_of_the_stage_or_of_the_size_alone_leaves_the_rest() -> None:
 
 
 PLAN = (
-    "--dry-run --model-preset 1.3b --plan-nodes 4 --plan-gpus-per-node 8 --plan-link-gbit 50 "
+    "--dry-run --model-preset 1.3b --num-layers 6 --plan-nodes 4 --plan-gpus-per-node 8 --plan-link-gbit 50 "
     "--global-batch-size 128 --lr 1e-4"
 )
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform"

@@ -25,7 +25,7 @@ from tests.zero.ranks import on_ranks
 from tests.zero.test_closed_forms import live_bytes
 
 VOCAB, SAMPLES = 500, 4
-GPT_2 = ModelConfig(num_layers=6, hidden_size=128, num_attention_heads=4, seq_length=128, **NO_DROPOUT)
+GPT_2 = ModelConfig(num_layers=4, hidden_size=128, num_attention_heads=4, seq_length=128, **NO_DROPOUT)
 LLAMA = replace(
     GPT_2,
     group_query_attention=True,

@@ -134,10 +134,12 @@ def test_the_plan_is_what_the_ranks_send_and_hold(cases: list[Case]) -> None:
     check(cases, 2, 2)
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (1, 4)])
-def test_the_plan_is_what_tensor_ranks_send_and_hold(nodes: int, local: int) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "local", "cases"), [(2, 2, SHARED), (1, 4, SHARED[::3]), nightly(1, 4, SHARED)]
+)
+def test_the_plan_is_what_tensor_ranks_send_and_hold(nodes: int, local: int, cases: list[Case]) -> None:
     """Two for each data rank."""
-    check(SHARED, nodes, local, tensor=2)
+    check(cases, nodes, local, tensor=2)
 
 
 def test_the_plan_of_dry_run_is_the_engines() -> None:

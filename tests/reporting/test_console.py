@@ -4,7 +4,6 @@ import fcntl
 import os
 import pty
 import struct
-import subprocess
 import sys
 import termios
 import threading
@@ -18,7 +17,7 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.reporting.console import log_line, print_line, terminal_line
 from megatron_zpp.reporting.reporter import Reporter
 from megatron_zpp.reporting.slow_work import slow_work
-from tests.support import ROOT, environment, run
+from tests.support import forked
 
 RECORD = {"iteration": 5, "consumed_samples": 40, "elapsed_ms": 100.0, "tflops_per_gpu": 1.5}
 RECORD |= {"learning_rate": 1e-3, "global_batch_size": 8, "lm_loss": 3.25, "loss_scale": 1.0}
@@ -106,18 +105,18 @@ LARGE = RECORD | {"iteration": 123_456, "elapsed_ms": 9994.0, "grad_norm": 1.234
 LARGE |= {"tokens_per_second": 98_765_432.1}
 
 
+def report() -> None:
+    with Reporter(LoggingConfig(), {}, Topology(), iterations=500_000, start=Progress()) as reporter:
+        reporter.log(RECORD)
+        reporter.log(LARGE)
+        reporter.texts(Progress(5), ["def f():\n\n  a\x1b" + "b" * 116])
+
+
 def test_a_terminal_has_the_line_that_fits_it_and_a_pipe_megatrons() -> None:
     """A run writes to a terminal of 120 columns, and to a pipe."""
-    code = (
-        "from tests.reporting.test_console import *\n"
-        "with Reporter(LoggingConfig(), {}, Topology(), iterations=500_000, start=Progress()) as reporter:\n"
-        "    reporter.log(RECORD), reporter.log(LARGE)\n"
-        "    reporter.texts(Progress(5), ['def f():\\n\\n  a\\x1b' + 'b' * 116])\n"
-    )
     read, write = pty.openpty()
     fcntl.ioctl(write, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    argv, place = [sys.executable, "-c", code], environment(TERM="xterm", COLUMNS="0")
-    subprocess.run(argv, cwd=ROOT, env=place, stdout=write, check=True)
+    forked(report, stdout=os.ttyname(write), TERM="xterm", COLUMNS="0")
     lines = os.read(read, 10_000).decode().splitlines()
     assert lines[0] == (
         " iteration 5/500000 | loss 3.2500 | norm 0.500 | lr 1.0e-03 | 100 ms | 12,345 tokens/s | MFU 41.5% "
@@ -132,7 +131,9 @@ def test_a_terminal_has_the_line_that_fits_it_and_a_pipe_megatrons() -> None:
         f"   │   a\\x1b{108 * 'b'}",
         "   │ bbbbbbbb",
     ]
-    logged, _, text = run("-c", code).stdout.splitlines()
+    read, write = os.pipe()
+    forked(report, stdout=f"/proc/{os.getpid()}/fd/{write}")
+    logged, _, text = os.read(read, 10_000).decode().splitlines()
     assert " iteration        5/  500000 | consumed samples:           40 | elapsed time per iter" in logged
     assert text == f" text at iteration 5 | 'def f():\\n\\n  a\\x1b{116 * 'b'}' |"
 

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from megatron_zpp.reporting.sinks import (
     tensorboard,
 )
 from tests.reporting.test_curves import step
+from tests.support import forked
 
 
 def scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
@@ -119,14 +119,17 @@ def test_a_disk_that_was_full_has_all_records(tmp_path: Path, monkeypatch: pytes
     assert len(said) == 1
 
 
+def opened(file: str) -> None:
+    metrics_file(file, print).__enter__()
+
+
 def test_two_live_runs_with_one_file_are_told(tmp_path: Path) -> None:
-    file = str(tmp_path / "metrics.jsonl")
-    other = "import sys; from megatron_zpp.reporting.sinks import metrics_file as f; "
-    other += "f(sys.argv[1], print).__enter__()"
-    said = []
-    for live in (nullcontext(), metrics_file(file, print)):
+    file, said = str(tmp_path / "metrics.jsonl"), []
+    for name, live in (("alone", nullcontext()), ("beside", metrics_file(file, print))):
+        (tmp_path / name).touch()
         with live:
-            said.append(subprocess.check_output([sys.executable, "-c", other, file], text=True))
+            forked(opened, file, stdout=tmp_path / name)
+        said.append((tmp_path / name).read_text())
     assert said[0] == ""
     assert "another live run writes to it" in said[1]
 

@@ -2,7 +2,6 @@
 
 import os
 import stat
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.sinks import check_sinks, metrics_file
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.files import locked, open_shared, write_durably, write_text
-from tests.support import ROOT, environment, run
+from tests.support import forked
 
 
 def write_checksummed(shared: Path) -> None:
@@ -134,16 +133,18 @@ def test_metrics_follow_links_of_others_only_where_others_cannot_make_them(tmp_p
     assert (tmp_path / "victim").exists() == (mode == 0o755)
 
 
+def write_to_stdout() -> None:
+    with metrics_file("/dev/stdout", print) as write:
+        write({"iteration": 1})
+
+
 def test_metrics_may_go_to_stdout_whatever_it_is(tmp_path: Path) -> None:
     """A pipe, to which no path leads, and a file."""
-    code = (
-        "from megatron_zpp.reporting.sinks import metrics_file\n"
-        "with metrics_file('/dev/stdout', print) as write:\n  write({'iteration': 1})"
-    )
-    done = run("-c", code)
-    assert (done.stdout, done.stderr) == ('{"iteration": 1}\n', "")
-    with (tmp_path / "out").open("w") as file:
-        subprocess.run([sys.executable, "-c", code], stdout=file, check=True, cwd=ROOT, env=environment())
+    read, write = os.pipe()
+    forked(write_to_stdout, stdout=f"/proc/{os.getpid()}/fd/{write}")
+    assert os.read(read, 1000) == b'{"iteration": 1}\n'
+    (tmp_path / "out").touch()
+    forked(write_to_stdout, stdout=tmp_path / "out")
     assert (tmp_path / "out").read_text() == '{"iteration": 1}\n'
 
 

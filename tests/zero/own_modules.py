@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -325,7 +326,7 @@ def engine_of(
     )
 
 
-def steps_of(engine: ZeroEngine, steps: int = 3, micro_batches: int = 2, first: int = 0) -> list[float]:
+def steps_of(engine: ZeroEngine, steps: int = 2, micro_batches: int = 2, first: int = 0) -> list[float]:
     """The mean loss over ranks of each micro-batch of some steps."""
     losses, rank = [], engine.topology.rank
     for step in range(first, first + steps):
@@ -337,8 +338,9 @@ def steps_of(engine: ZeroEngine, steps: int = 3, micro_batches: int = 2, first: 
     return losses
 
 
+@cache
 def losses_of_torch(
-    make: Callable[[], nn.Module], ranks: int, steps: int = 3, micro_batches: int = 2, device: str = "cpu"
+    make: Callable[[], nn.Module], ranks: int, steps: int = 2, micro_batches: int = 2, device: str = "cpu"
 ) -> list[float]:
     """The same by torch's AdamW on the mean gradient of all ranks.
 

@@ -18,7 +18,7 @@ from tests.zero.engines import engine_of, model_of
 from tests.zero.ranks import on_ranks
 
 VOCAB = 512
-MODEL = model_of(num_layers=6, hidden_size=128, num_attention_heads=4)
+MODEL = model_of(num_layers=4, hidden_size=128, num_attention_heads=4)
 BF16 = PrecisionConfig(bf16=True)
 
 

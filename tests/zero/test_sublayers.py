@@ -29,7 +29,7 @@ from tests.zero.engines import (
 from tests.zero.ranks import on_ranks
 from tests.zero.test_stages import RECOMPUTE
 
-VOCAB, STEPS, LAYERS = 101, 3, 4
+VOCAB, STEPS, LAYERS = 101, 2, 4
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 MODEL = model_of(num_layers=LAYERS, num_attention_heads=4, seq_length=10, **DROPOUT)
 FP32, BF16 = PrecisionConfig(), PrecisionConfig(bf16=True)
@@ -79,7 +79,7 @@ TENSOR: list[Case] = [({"zero_stage": stage}, "full", FP32, 0.0, 2, 2) for stage
 
 
 def in_both_units(topology: Topology, cases: list[Case]) -> list[tuple[bool, list[list[float]]]]:
-    """Whether weights, after three steps, have the bits of whole layers', and the losses of both."""
+    """Whether weights, after two steps, have the bits of whole layers', and the losses of both."""
     found = []
     for zero, recompute, precision, clip_grad, micro_batches, tensor in cases:
         weights, losses = [], []

@@ -93,7 +93,7 @@ class Case:
     zero: tuple[tuple[str, Any], ...] = ()
     kernels: bool = False  # of csrc/, which AdamW has on GPUs
     layers: int = 3
-    steps: int = 4
+    steps: int = 2
     context: int = 1
     comm: str = "auto"
     tokens: int = 12  # of a sample
@@ -207,8 +207,8 @@ def check_all(ranks: int, cases: Sequence[Case]) -> None:
 )
 def test_every_stage_learns_what_one_process_does(tensor: int, data: int) -> None:
     """Within what the order of fp32 sums leaves. Other numbers of ranks are nightly."""
-    cases = tuple(Case(model, tensor, stage, layers=2, steps=6) for stage in range(4) for model in PLAIN)
-    cases += (Case("olmo2", tensor, 3, layers=2, steps=6), Case("gpt2-across", tensor, 0, layers=2, steps=6))
+    cases = tuple(Case(model, tensor, stage, layers=2, steps=3) for stage in range(4) for model in PLAIN)
+    cases += (Case("olmo2", tensor, 3, layers=2, steps=3), Case("gpt2-across", tensor, 0, layers=2, steps=3))
     check_all(tensor * data, cases)
 
 

@@ -126,7 +126,10 @@ def main() -> None:
 def run(ranks: int, rank: int) -> None:
     """One of so many tensor ranks."""
     from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # Megatron's own would be a process of a server that imports torch again.
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
     root = Path(sys.argv[1]) / f"{ranks}"
     root.mkdir(parents=True, exist_ok=True)
     dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=ranks)

@@ -192,7 +192,7 @@ CASES: dict[str, tuple[Archive, str]] = {
     "dictionaries of one dictionary": (archive(fan(30_000, 2, "a"), **STORAGE), "in each other to more than"),
     "names that grow": (archive(fan(2, 50, "a" * 900), **STORAGE), "has a name of more than 1,000"),
     "a long list of files": (
-        archive(b"}", **{f"data/{index:050}": b"" for index in range(200_000)}),
+        archive(b"}", **{f"data/{index:01000}": b"" for index in range(17_000)}),
         "its list of files is longer than 16,777,216 bytes",
     ),
     "a long byteorder": (archive(b"}", byteorder=b"little" * 10_000_000), "big-endian"),

@@ -1,11 +1,12 @@
 """--dataset-order megatron against megatron-core itself, on random data, splits, blends and lengths."""
 
+import math
 import re
 
 import numpy as np
 import pytest
 
-from megatron_zpp.config.data import DataConfig
+from megatron_zpp.config.data import DataConfig, split_shares
 from megatron_zpp.data.blend import BlendedDataset
 from megatron_zpp.data.megatron.blend import blend_order, exhaustive_order
 from megatron_zpp.data.megatron.dataset import MegatronDataset, normalized
@@ -85,6 +86,27 @@ def test_same_samples_as_megatron_core(case, by_hand, tmp_path):
             assert_cannot(str(option_error), reference, requested[split])
         else:
             assert_same(getattr(mine, split), reference(), 50)
+
+
+@pytest.mark.parametrize(
+    ("text", "shares"),
+    [
+        ("1", (1, 0, 0)),
+        ("8,1,1", (0.8, 0.1, 0.1)),
+        ("0,3", (0, 1, 0)),
+        (" 98 , 2 , 0 ", (0.98, 0.02, 0)),
+        ("'99,1,0'", (0.99, 0.01, 0)),
+        ("949/50/1", (0.949, 0.05, 0.001)),
+        ("98 2 0", (0.98, 0.02, 0)),
+        ("[.9, .1]", (0.9, 0.1, 0)),
+    ],
+)
+def test_shares_are_those_of_megatron(text, shares):
+    megatron_core.core()  # without its warnings
+    from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
+
+    assert parse_and_normalize_split(text) == pytest.approx(shares)
+    assert all(math.isclose(a, b) for a, b in zip(split_shares(text), shares, strict=True))
 
 
 def assert_same_blend(weights, size):
