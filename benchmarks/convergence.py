@@ -87,17 +87,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--min-lr", type=float, default=0.0, help="0 ends runs where noise is least")
-    parser.add_argument("--warmup-fraction", type=float)
-    parser.add_argument("--precision", choices=["bf16", "fp32"], help="default: fp32 on CPUs, bf16 on GPUs")
-    parser.add_argument(
-        "--attention", choices=["auto", "math", "flash"], help="default: flash in bf16 on GPUs"
-    )
-    parser.add_argument("--eval-samples", type=int)
-    parser.add_argument("--evaluations", type=int, help="in the last tenth of the steps")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs of forward and backward")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
-    parser.add_argument("--threads", type=int, default=1, help="of each process on CPUs")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU; bf16 there, else fp32"
+    )
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="of this call")
     parser.add_argument("--name", help="of the result; default emulation_SIZE_DEVICE")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -140,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
         path=path,
         key=lambda name, seed: key_of(*named(settings, name), seed),
         run=partial(_run, settings, options.device, options.text),
-        prepare=partial(_prepare, options.device, options.threads),
+        prepare=partial(_prepare, options.device),
         processes=options.processes,
         gpus=visible_gpus() if options.device == "cuda" else (),
         limit_seconds=options.limit_seconds,
@@ -204,8 +197,7 @@ def default_device() -> str:
 def run_settings(options: argparse.Namespace) -> dict[str, Any]:
     """What decides the bits of every run, but for its rung and seed."""
     steps, size, samples, evaluations, warmup = DEFAULTS[options.size]
-    precision = options.precision or ("bf16" if options.device == "cuda" else "fp32")
-    attention = "auto" if options.device == "cpu" else "flash" if precision == "bf16" else "math"
+    on_gpu = options.device == "cuda"
     text = {"text": Text.described(options.text)} if options.text else {}
     for_pairs = options.tuned and not options.descend
     tuned = tuned_settings(options.tuned)[options.optimizer] if for_pairs else {}
@@ -218,12 +210,12 @@ def run_settings(options: argparse.Namespace) -> dict[str, Any]:
         "micro_batch_size": options.micro_batch_size or size,
         "steps": options.steps or steps,
         "lr": options.lr,
-        "min_lr": options.min_lr,
-        "warmup_fraction": warmup if options.warmup_fraction is None else options.warmup_fraction,
-        "precision": precision,
-        "attention": options.attention or attention,
-        "eval_samples": options.eval_samples or samples,
-        "evaluations": options.evaluations or evaluations,
+        "min_lr": 0.0,  # ends runs where noise is least
+        "warmup_fraction": warmup,
+        "precision": "bf16" if on_gpu else "fp32",
+        "attention": "flash" if on_gpu else "auto",
+        "eval_samples": samples,
+        "evaluations": evaluations,
         **({"graphs": True} if options.graphs else {}),
         **tuned,
     }
@@ -250,25 +242,21 @@ def summary(done: dict[Job, dict[str, Any]], settings: dict[str, Any]) -> dict[s
         seeds = [seed for (run, seed) in sorted(done) if run == name and (BASELINE, seed) in done]
         if not seeds:
             continue
-        row = {
+        runs, baselines = ([done[run, seed] for seed in seeds] for run in (name, BASELINE))
+        losses = [run["loss"] for run in runs]
+        rungs[name] = {
             "settings": dataclasses.asdict(rung),
-            "bytes_per_parameter": done[name, seeds[0]]["bytes_per_parameter"],
-            "bytes_per_parameter_in_layers": done[name, seeds[0]]["bytes_per_parameter_in_layers"],
+            "bytes_per_parameter": runs[0]["bytes_per_parameter"],
+            "bytes_per_parameter_in_layers": runs[0]["bytes_per_parameter_in_layers"],
             "pairs": len(seeds),
-            "losses": {seed: done[name, seed]["loss"] for seed in seeds},
-            "skipped_steps": sum(done[name, seed]["skipped"] for seed in seeds),
-            "raised_units": sum(done[name, seed].get("raised_units", 0) for seed in seeds),  # over all steps
-            "seconds": round(sum(done[name, seed]["seconds"] for seed in seeds) / len(seeds), 1),
+            "losses": dict(zip(seeds, losses, strict=True)),
+            "skipped_steps": sum(run["skipped"] for run in runs),
+            "raised_units": sum(run.get("raised_units", 0) for run in runs),  # over all steps
+            "seconds": round(sum(run["seconds"] for run in runs) / len(seeds), 1),
+            "gap": gaps_of(losses, [run["loss"] for run in baselines]),
+            "reference_lag": mean_lags([run.get("reference_lag", []) for run in runs]),
+            "gap_of_training_loss": training_gaps(list(zip(runs, baselines, strict=True))),
         }
-        for label, loss in (("gap", "loss"), ("gap_of_master_weights", "master_loss")):
-            row[label] = gaps_of(
-                [done[name, seed][loss] for seed in seeds], [done[BASELINE, seed][loss] for seed in seeds]
-            )
-        row["reference_lag"] = mean_lags([done[name, seed].get("reference_lag", []) for seed in seeds])
-        row["gap_of_training_loss"] = training_gaps(
-            [(done[name, seed], done[BASELINE, seed]) for seed in seeds]
-        )
-        rungs[name] = row
     return {"settings": settings, "rungs": rungs}
 
 
@@ -312,13 +300,13 @@ def print_rungs() -> None:
         print(f"--ladder {name}: {', '.join(rungs)}")
 
 
-def _prepare(device: str, threads: int) -> None:
+def _prepare(device: str) -> None:
     """Starts a process of the pool."""
     import torch
 
     from megatron_zpp.train.setup.determinism import fix_order_of_sums
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     fix_order_of_sums(os.environ)
     if device == "cuda":
         torch.cuda.init()
