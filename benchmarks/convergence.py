@@ -40,13 +40,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, program_parser, save_result
+from benchmarks.common import RESULTS, STOPPED, program_parser, save_result
 from benchmarks.contest.grid import visible_gpus
 from benchmarks.emulation.descent import SEARCHES, Comparison
 from benchmarks.emulation.rungs import BASELINE, LADDERS, RUNGS, Rung
 from benchmarks.emulation.text import Text, coarser
 from benchmarks.intervals import mean_and_interval
-from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
+from benchmarks.paired_runs import Job, PairedRuns, gap_cells, gaps_of, loses_pairs
 
 # By size: steps, samples of a micro-batch, samples and times of the evaluation, share of the warm-up. With a
 # warm-up of 25 steps 1M became unstable at its end, and pairs scattered by 0.3%; with 100 by 0.01%.

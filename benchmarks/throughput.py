@@ -36,14 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 import torch
 
-from benchmarks.common import RESULTS, end_group, program_parser, save_result
+from benchmarks.common import RESULTS, ROOT, end_group, program_parser, save_result
 from benchmarks.intervals import mean_and_interval
 from benchmarks.plain_training import CONTEXT_PARALLEL, KINDS, TENSOR_PARALLEL
 from benchmarks.step_parts import parts_of_trace
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token
 
-ROOT = Path(__file__).resolve().parents[1]
 PARTS = {  # flags of pretrain_gpt.py; a run of ours is some of these, as "stage 3, tensor, fp8 codes"
     **{f"stage {stage}": ["--zero-stage", str(stage)] for stage in range(4)},
     "no compile": ["--no-compile"],

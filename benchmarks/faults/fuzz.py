@@ -26,13 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the ro
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from benchmarks.common import RESULTS, program_parser, save_result
+from benchmarks.common import RESULTS, ROOT, program_parser, save_result
 from benchmarks.faults.readers import READERS, Reader
 
 SECONDS_OF_ONE = 5  # of processor time
 BYTES_OF_ONE = 1 << 30
 _BATCH = 1000
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Hang(BaseException):

@@ -44,7 +44,7 @@ def test_a_campaign_resumes_where_it_was(
     path = tmp_path / "runs.jsonl"
     arguments = ["--size", "tiny", "--rungs", "delta4", "--device", "cpu", "--output", str(tmp_path)]
     arguments += ["--runs-file", str(path)]
-    assert convergence.main([*arguments, "--pairs", "2", "--limit-seconds", "0"]) == paired_runs.STOPPED
+    assert convergence.main([*arguments, "--pairs", "2", "--limit-seconds", "0"]) == convergence.STOPPED
     assert not fake_runs
     assert convergence.main([*arguments, "--pairs", "2"]) == 0
     assert fake_runs == [("baseline", 0), ("delta4", 0), ("baseline", 1), ("delta4", 1)]
@@ -110,7 +110,7 @@ def test_a_seed_is_begun_if_all_of_its_runs_can_end(
     clock = SimpleNamespace(monotonic=lambda: 10.0 * next(now))  # called before each run
     for module in (convergence, paired_runs):  # not torch's or other threads' too
         monkeypatch.setattr(module, "time", clock)
-    assert convergence.main([*arguments, "--limit-seconds", "44"]) == paired_runs.STOPPED
+    assert convergence.main([*arguments, "--limit-seconds", "44"]) == convergence.STOPPED
     assert fake_runs == [("baseline", 0), ("delta4", 0)]
     assert convergence.main([*arguments, "--limit-seconds", "1000"]) == 0
     assert fake_runs[2:] == [(name, seed) for seed in (1, 2) for name in ("baseline", "delta4")]
@@ -155,7 +155,7 @@ def test_a_campaign_tunes_optimizers_and_compares_their_tokens(
     monkeypatch.setattr(paired_runs, "ProcessPoolExecutor", lambda count, *_: ThreadPoolExecutor(count))
     arguments = ["--size", "tiny", "--device", "cpu", "--output", str(tmp_path), "--pairs", "2"]
     tune = [*arguments, "--descend", "adamw", "muon", "--runs-file", str(tmp_path / "tuned.jsonl")]
-    assert convergence.main([*tune, "--limit-seconds", "0"]) == paired_runs.STOPPED
+    assert convergence.main([*tune, "--limit-seconds", "0"]) == convergence.STOPPED
     assert not jobs
     assert convergence.main(tune) == 0
     assert len(set(jobs)) == len(jobs)
