@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+STOPPED = 75  # the exit status if a limit of time ended a call, which the same command resumes
 
 
 def machine() -> dict[str, Any]:
@@ -70,7 +72,7 @@ def commit() -> str:
     """
     if given := os.environ.get("BENCHMARK_COMMIT"):
         return given
-    git = ["git", "-C", str(Path(__file__).parents[1])]
+    git = ["git", "-C", str(ROOT)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         status = [*git, "status", "--porcelain", ".", ":(exclude)benchmarks/results"]

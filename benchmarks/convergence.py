@@ -24,12 +24,6 @@ the start of the searches of another size:
 
 python benchmarks/convergence.py --descend adamw muon --text TOKENS --entries 4096 --name tuned_10m
 python benchmarks/convergence.py --tuned RESULT.json --ladder muon --text TOKENS --entries 4096
-
-Islands (emulation/islands.py) are rungs with settings of their own. --descend islands tunes the outer
-optimizer for the inner one of --optimizer, and its result goes to --tuned beside that of the inner one:
-
-python benchmarks/convergence.py --descend islands --optimizer muon --tuned tuned.json --name outer
-python benchmarks/convergence.py --ladder islands --optimizer muon --tuned tuned.json outer.json
 """
 
 import argparse
@@ -39,20 +33,20 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, program_parser, save_result
+from benchmarks.common import RESULTS, STOPPED, program_parser, save_result
 from benchmarks.contest.grid import visible_gpus
 from benchmarks.emulation.descent import SEARCHES, Comparison
-from benchmarks.emulation.rungs import BASELINE, GATE_PAIRS, ISLANDS, LADDERS, RUNGS, Rung
+from benchmarks.emulation.rungs import BASELINE, LADDERS, RUNGS, Rung
 from benchmarks.emulation.text import Text, coarser
 from benchmarks.intervals import mean_and_interval
-from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
+from benchmarks.paired_runs import Job, PairedRuns, gap_cells, gaps_of, loses_pairs
 
 # By size: steps, samples of a micro-batch, samples and times of the evaluation, share of the warm-up. With a
 # warm-up of 25 steps 1M became unstable at its end, and pairs scattered by 0.3%; with 100 by 0.01%.
@@ -83,13 +77,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shares", nargs="*", type=float, default=[0.5, 0.6, 0.75], help="of the steps, tried with Muon"
     )
-    parser.add_argument("--tuned", nargs="+", type=Path, default=[], metavar="RESULT", help="of --descend")
-    parser.add_argument(
-        "--optimizer",
-        choices=["adamw", "muon"],
-        default="muon",
-        help="of --tuned: for pairs, or inside islands",
-    )
+    parser.add_argument("--tuned", type=Path, metavar="RESULT", help="of --descend")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="muon", help="of --tuned")
     parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
     parser.add_argument("--nodes", type=int, default=2)
@@ -98,17 +87,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--micro-batch-size", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--min-lr", type=float, default=0.0, help="0 ends runs where noise is least")
-    parser.add_argument("--warmup-fraction", type=float)
-    parser.add_argument("--precision", choices=["bf16", "fp32"], help="default: fp32 on CPUs, bf16 on GPUs")
-    parser.add_argument(
-        "--attention", choices=["auto", "math", "flash"], help="default: flash in bf16 on GPUs"
-    )
-    parser.add_argument("--eval-samples", type=int)
-    parser.add_argument("--evaluations", type=int, help="in the last tenth of the steps")
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs of forward and backward")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is a GPU")
-    parser.add_argument("--threads", type=int, default=1, help="of each process on CPUs")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU; bf16 there, else fp32"
+    )
     parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="of this call")
     parser.add_argument("--name", help="of the result; default emulation_SIZE_DEVICE")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -117,8 +99,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="RESULT", help="draw the curves of a result and exit")
     options = parser.parse_args(argv)
     for name in options.rungs:
-        if name not in (*RUNGS, *ISLANDS):
-            parser.error(f"--rungs {name!r}: not one of {', '.join((*RUNGS, *ISLANDS))}")
+        if name not in RUNGS:
+            parser.error(f"--rungs {name!r}: not one of {', '.join(RUNGS)}")
     for flag in ("pairs", "processes", "nodes", "ranks_per_node", "micro_batches"):
         if getattr(options, flag) < 1:
             parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(options, flag)}")
@@ -151,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
         path=path,
         key=lambda name, seed: key_of(*named(settings, name), seed),
         run=partial(_run, settings, options.device, options.text),
-        prepare=partial(_prepare, options.device, options.threads),
+        prepare=partial(_prepare, options.device),
         processes=options.processes,
         gpus=visible_gpus() if options.device == "cuda" else (),
         limit_seconds=options.limit_seconds,
@@ -159,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
     )
     if options.descend:
         return tune(campaign, settings, options)
-    done = campaign.finished(lambda name: name in RUNGS or name in ISLANDS)
+    done = campaign.finished(lambda name: name in RUNGS)
     if lost := loses_pairs(options.output / f"{options.name}.json", "rungs", settings, done):
         print(f"convergence.py: error: {lost}", file=sys.stderr)
         return 2
@@ -167,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
     missing = [job for job in jobs if job not in done]
     print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", flush=True)
     finished = not missing or campaign.run_missing(lambda: jobs, done)
-    figures = summary((*RUNGS, *ISLANDS), done, settings)  # also those of earlier calls
+    figures = summary(done, settings)  # also of the runs of earlier calls
     written = save_result(options.name, figures, options.output)
     print(table(figures))
     print(f"written to {written}")
@@ -182,7 +164,7 @@ def tune(campaign: PairedRuns, settings: dict[str, Any], options: argparse.Names
         tolerance=options.tolerance / 100,
         seeds=options.pairs,
         shares=options.shares,
-        starts=_starts(settings, options),
+        starts=tuned_settings(options.tuned),
     )
     done = campaign.finished(lambda name: name.startswith("{"))
     finished = campaign.run_missing(lambda: comparison.wanted(done), done)
@@ -192,30 +174,17 @@ def tune(campaign: PairedRuns, settings: dict[str, Any], options: argparse.Names
     return 0 if finished else STOPPED
 
 
-def _starts(settings: dict[str, Any], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Where searches begin: at --tuned, and that of islands with the rate that the inner optimizer has."""
-    found = tuned_settings(options.tuned)
-    return {"islands": {"lr": settings["lr"]}, **found} if options.tuned else found
-
-
-def tuned_settings(results: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """By optimizer: the best settings of results of --descend."""
-    figures: dict[str, Any] = {}
-    for result in results:
-        figures |= json.loads(result.read_text())["figures"]
+def tuned_settings(result: Path | None) -> dict[str, dict[str, Any]]:
+    """By optimizer: the best settings of a result of --descend, if there is one."""
+    figures = json.loads(result.read_text())["figures"] if result else {}
     return {optimizer: figures[optimizer]["settings"] for optimizer in SEARCHES if optimizer in figures}
 
 
 def named(settings: dict[str, Any], name: str) -> tuple[dict[str, Any], Rung]:
-    """The settings and the rung of a run: the name of a rung, or of islands, or settings as JSON."""
-    settings = dict(settings)
-    outer = settings.pop("outer", {})
+    """The settings and the rung of a run: the name of a rung, or settings as JSON."""
     if name in RUNGS:
         return settings, RUNGS[name]
-    if name not in ISLANDS:
-        return {**settings, **json.loads(name)}, RUNGS[BASELINE]
-    islands = outer.get("islands", {}) | ISLANDS[name]
-    return {**settings, **outer, "islands": islands}, RUNGS[BASELINE]
+    return {**settings, **json.loads(name)}, RUNGS[BASELINE]
 
 
 def default_device() -> str:
@@ -228,15 +197,10 @@ def default_device() -> str:
 def run_settings(options: argparse.Namespace) -> dict[str, Any]:
     """What decides the bits of every run, but for its rung and seed."""
     steps, size, samples, evaluations, warmup = DEFAULTS[options.size]
-    precision = options.precision or ("bf16" if options.device == "cuda" else "fp32")
-    attention = "auto" if options.device == "cpu" else "flash" if precision == "bf16" else "math"
+    on_gpu = options.device == "cuda"
     text = {"text": Text.described(options.text)} if options.text else {}
-    tuned: dict[str, Any] = {}
-    if options.tuned and options.descend in ([], ["islands"]):
-        found = tuned_settings(options.tuned)
-        tuned = found[options.optimizer]
-        if "islands" in found:
-            tuned = {**tuned, "outer": found["islands"]}
+    for_pairs = options.tuned and not options.descend
+    tuned = tuned_settings(options.tuned)[options.optimizer] if for_pairs else {}
     return {
         **text,
         "size": options.size,
@@ -246,12 +210,12 @@ def run_settings(options: argparse.Namespace) -> dict[str, Any]:
         "micro_batch_size": options.micro_batch_size or size,
         "steps": options.steps or steps,
         "lr": options.lr,
-        "min_lr": options.min_lr,
-        "warmup_fraction": warmup if options.warmup_fraction is None else options.warmup_fraction,
-        "precision": precision,
-        "attention": options.attention or attention,
-        "eval_samples": options.eval_samples or samples,
-        "evaluations": options.evaluations or evaluations,
+        "min_lr": 0.0,  # ends runs where noise is least
+        "warmup_fraction": warmup,
+        "precision": "bf16" if on_gpu else "fp32",
+        "attention": "flash" if on_gpu else "auto",
+        "eval_samples": samples,
+        "evaluations": evaluations,
         **({"graphs": True} if options.graphs else {}),
         **tuned,
     }
@@ -271,35 +235,28 @@ def key_of(settings: dict[str, Any], rung: Rung, seed: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def summary(
-    names: Iterable[str], done: dict[Job, dict[str, Any]], settings: dict[str, Any]
-) -> dict[str, Any]:
+def summary(done: dict[Job, dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
     """Per rung the gaps to the baseline of the same seed, their mean and 95% interval, in percent."""
     rungs: dict[str, Any] = {}
-    for name in names:
-        seeds = [seed for (rung, seed) in sorted(done) if rung == name and (BASELINE, seed) in done]
+    for name, rung in RUNGS.items():
+        seeds = [seed for (run, seed) in sorted(done) if run == name and (BASELINE, seed) in done]
         if not seeds:
             continue
-        islands = named(settings, name)[0].get("islands")
-        row = {
-            "settings": dataclasses.asdict(RUNGS[name]) if islands is None else islands,
-            "bytes_per_parameter": done[name, seeds[0]]["bytes_per_parameter"],
-            "bytes_per_parameter_in_layers": done[name, seeds[0]]["bytes_per_parameter_in_layers"],
+        runs, baselines = ([done[run, seed] for seed in seeds] for run in (name, BASELINE))
+        losses = [run["loss"] for run in runs]
+        rungs[name] = {
+            "settings": dataclasses.asdict(rung),
+            "bytes_per_parameter": runs[0]["bytes_per_parameter"],
+            "bytes_per_parameter_in_layers": runs[0]["bytes_per_parameter_in_layers"],
             "pairs": len(seeds),
-            "losses": {seed: done[name, seed]["loss"] for seed in seeds},
-            "skipped_steps": sum(done[name, seed]["skipped"] for seed in seeds),
-            "raised_units": sum(done[name, seed].get("raised_units", 0) for seed in seeds),  # over all steps
-            "seconds": round(sum(done[name, seed]["seconds"] for seed in seeds) / len(seeds), 1),
+            "losses": dict(zip(seeds, losses, strict=True)),
+            "skipped_steps": sum(run["skipped"] for run in runs),
+            "raised_units": sum(run.get("raised_units", 0) for run in runs),  # over all steps
+            "seconds": round(sum(run["seconds"] for run in runs) / len(seeds), 1),
+            "gap": gaps_of(losses, [run["loss"] for run in baselines]),
+            "reference_lag": mean_lags([run.get("reference_lag", []) for run in runs]),
+            "gap_of_training_loss": training_gaps(list(zip(runs, baselines, strict=True))),
         }
-        for label, loss in (("gap", "loss"), ("gap_of_master_weights", "master_loss")):
-            row[label] = gaps_of(
-                [done[name, seed][loss] for seed in seeds], [done[BASELINE, seed][loss] for seed in seeds]
-            )
-        row["reference_lag"] = mean_lags([done[name, seed].get("reference_lag", []) for seed in seeds])
-        row["gap_of_training_loss"] = training_gaps(
-            [(done[name, seed], done[BASELINE, seed]) for seed in seeds]
-        )
-        rungs[name] = row
     return {"settings": settings, "rungs": rungs}
 
 
@@ -332,28 +289,7 @@ def table(figures: dict[str, Any]) -> str:
     for name, row in figures["rungs"].items():
         bytes_sent = f"{row['bytes_per_parameter_in_layers']:.3f}"
         lines.append(f"| {name} | {bytes_sent} | {row['pairs']} | {gap_cells(row['gap'])} |")
-    optimizer = "AdamW" if figures["settings"].get("muon") is None else "Muon"
-    lines += [
-        f"{name}: {verdict(row, optimizer)}" for name, row in figures["rungs"].items() if name in ISLANDS
-    ]
     return "\n".join(lines)
-
-
-def verdict(row: dict[str, Any], optimizer: str) -> str:
-    """Whether islands pass: the upper end of their gap's interval is within 1.0%, with Muon within 0.5%.
-
-    One island, which saves no exchange, must be better in every pair.
-    """
-    gap, limit = row["gap"], 0.5 if optimizer == "Muon" else 1.0
-    if row["pairs"] < GATE_PAIRS:
-        return f"undecided, {row['pairs']} pairs of {GATE_PAIRS}"
-    if row["settings"].get("count") == 1:
-        better = sum(one < 0 for one in gap["by_seed"])
-        passes = "passes" if better == row["pairs"] else "fails"
-        return f"{passes}: better in {better} pairs of {row['pairs']}"
-    upper = gap["mean_percent"] + gap["half_width_95_percent"]
-    passes = "passes" if upper <= limit else "fails"
-    return f"{passes}: upper end {upper:+.3f}%, at most {limit}% with {optimizer}"
 
 
 def print_rungs() -> None:
@@ -364,13 +300,13 @@ def print_rungs() -> None:
         print(f"--ladder {name}: {', '.join(rungs)}")
 
 
-def _prepare(device: str, threads: int) -> None:
+def _prepare(device: str) -> None:
     """Starts a process of the pool."""
     import torch
 
     from megatron_zpp.train.setup.determinism import fix_order_of_sums
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     fix_order_of_sums(os.environ)
     if device == "cuda":
         torch.cuda.init()

@@ -24,9 +24,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, program_parser, save_result
+from benchmarks.common import RESULTS, ROOT, program_parser, save_result
 
-ROOT = Path(__file__).resolve().parents[1]
 RANKS = Path(__file__).with_name("final_weights_ranks.py")
 SAMPLES = 12  # per step: a multiple of every number of data ranks
 FACTORS: dict[str, dict[str, tuple[str, ...]]] = {  # name, and the flags of each value

@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.common import commit
 from benchmarks.intervals import mean_and_interval
 
 Job = tuple[str, int]  # name of a run, seed
-STOPPED = 75  # the exit status where a limit of time ended a call
 _MARGIN = 1.2  # of what the longest run took
 
 
@@ -104,15 +104,8 @@ class PairedRuns:
             os.fsync(file.fileno())
 
 
-class Numbers(Protocol):
-    """A queue of numbers, one for each process of a pool."""
-
-    def get(self) -> int:
-        """Take the next number."""
-
-
-def begin_process(prepare: Callable[[], None], gpus: Sequence[str], numbers: Numbers) -> None:
-    """Give a process of the pool its GPU, before it uses CUDA, and prepare it."""
+def begin_process(prepare: Callable[[], None], gpus: Sequence[str], numbers: SimpleQueue[int]) -> None:
+    """Give a process of the pool its GPU, before it uses CUDA, and prepare it; `numbers` has one for each."""
     number = numbers.get()
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]

@@ -58,12 +58,10 @@ def main() -> None:
     parser = program_parser(__doc__)
     parser.add_argument("file", type=Path, nargs="?", default=PICTURES / "results.png")
     options = parser.parse_args()
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
     draw_bars(left)
     draw_losses(right)
     figure.savefig(options.file, dpi=110)

@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, program_parser, save_result
+from benchmarks.common import RESULTS, ROOT, program_parser, save_result
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changes
@@ -37,7 +37,6 @@ from megatron_zpp.plan.space import FULL, OFF, Space, families, in_micro_batches
 from megatron_zpp.train.auto import hardware
 from megatron_zpp.train.plan_job import job_of
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMON = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4 --log-interval 1 "
 COMMON += "--attention-dropout 0 --hidden-dropout 0 --vocab-size 50303 --micro-batch-size 1"
 

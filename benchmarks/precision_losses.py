@@ -29,10 +29,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, program_parser, save_result
+from benchmarks.common import RESULTS, STOPPED, program_parser, save_result
 from benchmarks.contest.grid import visible_gpus
 from benchmarks.emulation.text import Text
-from benchmarks.paired_runs import STOPPED, Job, PairedRuns, gap_cells, gaps_of, loses_pairs
+from benchmarks.paired_runs import Job, PairedRuns, gap_cells, gaps_of, loses_pairs
 
 BASELINE, NUDGED, PLAIN = "bf16", "bf16, nudged", "plain"
 DELAYED = "--fp8 --fp8-recipe delayed"

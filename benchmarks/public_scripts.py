@@ -6,7 +6,6 @@ pretrain_gpt.py is planned as it is, but that data, tokenizers and checkpoints b
 and that the plan is for the ranks of the script.
 """
 
-import argparse
 import json
 import os
 import re
@@ -23,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, save_result
+from benchmarks.common import RESULTS, program_parser, save_result
 from megatron_zpp.commands import pretrain
 from megatron_zpp.data.indexed_writer import IndexedDatasetWriter
 
@@ -196,7 +195,7 @@ def fate(line: str, repositories: Path, files: Path) -> str:
 
 def main() -> None:
     """Write the outcome of every script to results/."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = program_parser(__doc__)
     parser.add_argument("repositories", type=Path, metavar="DIRECTORY", help=", ".join(REPOSITORIES.values()))
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()

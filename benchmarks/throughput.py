@@ -2,7 +2,7 @@
 
 python benchmarks/throughput.py --shapes 345m:16 1.3b:16 2.7b:8 --runs "stage 0" plain whole
 python benchmarks/throughput.py --shapes 2.7b:8 --runs "stage 0, fp8 codes" torchao-tensorwise plain
-python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2 fsdp2-our-gpt
+python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2
 python benchmarks/throughput.py --shapes 345m:16 --runs "stage 3" --against ../old --rounds 6
 python benchmarks/throughput.py --gpus 2 --shapes 6.7b:8 --seq-length 2048 --runs tensor dtensor
 python benchmarks/throughput.py --gpus 4 --shapes llama3.1-8b:1 --seq-length 8192 --vocab-size 128256 \\
@@ -36,14 +36,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 
 import torch
 
-from benchmarks.common import RESULTS, end_group, program_parser, save_result
+from benchmarks.common import RESULTS, ROOT, end_group, program_parser, save_result
 from benchmarks.intervals import mean_and_interval
 from benchmarks.plain_training import CONTEXT_PARALLEL, KINDS, TENSOR_PARALLEL
 from benchmarks.step_parts import parts_of_trace
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.flops import flops_per_token
 
-ROOT = Path(__file__).resolve().parents[1]
 PARTS = {  # flags of pretrain_gpt.py; a run of ours is some of these, as "stage 3, tensor, fp8 codes"
     **{f"stage {stage}": ["--zero-stage", str(stage)] for stage in range(4)},
     "no compile": ["--no-compile"],

@@ -27,10 +27,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, commit, package_version, program_parser, save_result
+from benchmarks.common import RESULTS, ROOT, STOPPED, commit, package_version, program_parser, save_result
 from benchmarks.contest import grid, summary
 from benchmarks.contest.contestants import Contestant, contestants, default_names
-from benchmarks.contest.launch import ROOT, run_on_nodes
+from benchmarks.contest.launch import run_on_nodes
 from benchmarks.contest.protocol import shape_arguments
 
 LINKS = "links"  # measured in every round like a contestant
@@ -232,7 +232,7 @@ def main() -> None:
     if contest.path.exists():
         print(summary.tables([json.loads(contest.path.read_text())]))
     print(f"{'complete' if finished else 'not complete'}: {contest.path}")
-    sys.exit(0 if finished else 75)
+    sys.exit(0 if finished else STOPPED)
 
 
 if __name__ == "__main__":

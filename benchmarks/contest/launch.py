@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import end_group
+from benchmarks.common import ROOT, end_group
 
-ROOT = Path(__file__).resolve().parents[2]
 _TAIL = 3000  # characters of a failed run's output that a result keeps
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel, Graphed
 from benchmarks.emulation.gradients import NodeSum, cross_node_sum
-from benchmarks.emulation.islands import Islands, IslandSettings
 from benchmarks.emulation.muon import Muon, MuonSettings
 from benchmarks.emulation.rungs import MLP, TABLES, Rung, Travel
 from benchmarks.emulation.source import Source
@@ -58,7 +57,6 @@ class RunSettings:
     text: Mapping[str, Any] | None = None  # Text.described, or the synthetic language
     adamw: Mapping[str, float] = field(default_factory=dict)  # AdamWSettings that are not the defaults
     muon: Mapping[str, Any] | None = None  # MuonSettings that are not the defaults; without it AdamW alone
-    islands: Mapping[str, Any] | None = None  # IslandSettings that are not the defaults; None: one job
 
     @property
     def samples_per_step(self) -> int:
@@ -212,15 +210,6 @@ class EmulatedRanks:
         return torch.stack(losses).double().mean().item()
 
     @torch.no_grad()
-    def evaluate_master(self, held_out: Tensor, size: int) -> float:
-        """The same with the master weights, which a checkpoint has."""
-        sent = self.flat.compute.clone()
-        self.flat.compute.copy_(self.flat.master)
-        loss = self.evaluate(held_out, size)
-        self.flat.compute.copy_(sent)
-        return loss
-
-    @torch.no_grad()
     def reference_lag(self, before: Tensor) -> float:
         """rms(w - r) over the rms of the last update, by the weights `before` it; 0 without references.
 
@@ -249,9 +238,8 @@ def train(
     device: torch.device,
     operations: Operations,
     text: Path | None = None,
-    progress: Callable[[int, float], None] = lambda step, loss: None,
 ) -> dict[str, Any]:
-    """One run: the final loss, that of the master weights, a curve, and what it took.
+    """One run: the final loss, a curve, and what it took.
 
     Runs of one seed have the same initial weights and the same samples, whatever the rung. `text` is the
     folder that `settings.text` describes.
@@ -271,11 +259,7 @@ def train(
     losses = torch.zeros(settings.steps, device=device)
     curve, lags, finals = [], [], []
     eval_size = max(settings.micro_batch_size, 16)
-    halfway = started
     for step in range(settings.steps):
-        if step == settings.steps // 2:
-            losses.sum().item()  # waits for the GPU
-            halfway = time.perf_counter()
         for micro_batches in tokens[step]:
             losses[step] += ranks.accumulate(micro_batches) / settings.micro_batches
         reported = (step + 1) % max(1, settings.steps // 20) == 0
@@ -284,37 +268,25 @@ def train(
         if before is not None:
             lags.append((step + 1, round(ranks.reference_lag(before), 3)))
             curve.append((step + 1, round(losses[max(0, step - 19) : step + 1].mean().item(), 5)))
-            progress(*curve[-1])
         if step + 1 in evaluated_at:
             finals.append(ranks.evaluate(held_out, eval_size))
-    rate_of_second_half = (settings.steps - settings.steps // 2) / (time.perf_counter() - halfway)
     return {
         "loss": sum(finals) / len(finals),
         "evaluations": finals,
-        "master_loss": ranks.evaluate_master(held_out, eval_size),
         "train": curve,
         "reference_lag": lags,
         "skipped": int(ranks.skipped.item()),
         "raised_units": ranks.raised,
         "sha256": hashlib.sha256(ranks.flat.master.cpu().numpy().tobytes()).hexdigest()[:16],
-        "bytes_per_parameter": round(bytes_of(settings, rung, ranks.flat.numels), 4),
-        "bytes_per_parameter_in_layers": round(bytes_of(settings, rung, {MLP: 1}), 4),
-        "parameters": sum(ranks.flat.numels.values()),
-        "tokens_per_second": round(rate_of_second_half * per_step * (length - 1)),
+        "bytes_per_parameter": round(rung.bytes_per_parameter(ranks.flat.numels), 4),
+        "bytes_per_parameter_in_layers": round(rung.bytes_per_parameter({MLP: 1}), 4),
         "seconds": round(time.perf_counter() - started, 1),
     }
 
 
-def bytes_of(settings: RunSettings, rung: Rung, numels: Mapping[str, int]) -> float:
-    """Sent per step and parameter between nodes, or between islands."""
-    if settings.islands is None:
-        return rung.bytes_per_parameter(numels)
-    return IslandSettings(**settings.islands).bytes_per_parameter
-
-
 def _ranks(
     settings: RunSettings, rung: Rung, seed: int, device: torch.device, operations: Operations
-) -> EmulatedRanks | Islands:
+) -> EmulatedRanks:
     """The ranks with their initial weights."""
     config, vocab = settings.model()
     flat = FlatModel(
@@ -330,28 +302,14 @@ def _ranks(
         flat.backward = Graphed(flat.backward).replay  # type: ignore[method-assign]
     if rung.nudged:
         flat.master[0] *= 1 + 2**-8
-
-    def ranks(flat: FlatModel, nodes: int, ranks_per_node: int) -> EmulatedRanks:
-        return EmulatedRanks(
-            flat,
-            rung,
-            nodes=nodes,
-            ranks_per_node=ranks_per_node,
-            operations=operations,
-            adamw=AdamWSettings(**settings.adamw),
-            muon=None if settings.muon is None else MuonSettings(**settings.muon),
-            seed=seed,
-        )
-
-    if settings.islands is None:
-        return ranks(flat, settings.nodes, settings.ranks_per_node)
-    return Islands(
+    return EmulatedRanks(
         flat,
-        lambda flat, count: ranks(flat, 1, count),
-        IslandSettings(**settings.islands),
-        operations,
-        ranks=settings.nodes * settings.ranks_per_node,
-        steps=settings.steps,
+        rung,
+        nodes=settings.nodes,
+        ranks_per_node=settings.ranks_per_node,
+        operations=operations,
+        adamw=AdamWSettings(**settings.adamw),
+        muon=None if settings.muon is None else MuonSettings(**settings.muon),
         seed=seed,
     )
 

@@ -32,7 +32,7 @@ class NodeSum:
     def add(self, gradient: Tensor) -> None:
         """Takes the gradient (n,) of the next rank; the caller may overwrite it."""
         for (here, format), messages in zip(self._coded, self._messages, strict=True):
-            messages.append(_message(self._operations, format, gradient[here]))
+            messages.append(message_of(self._operations, format, gradient[here]))
         if self._ranks is None:
             self._ranks = gradient.to(torch.float32, copy=True)
         else:
@@ -88,7 +88,7 @@ class Codes:
         if self._lost is not None:
             owed = _owed(nodes, self._lost, self._feedback)
             values = [node + each for node, each in zip(nodes, owed, strict=True)]
-        messages = torch.cat([_message(self._operations, self._format, value) for value in values])
+        messages = torch.cat([message_of(self._operations, self._format, value) for value in values])
         for value, message, lost in zip(values, messages, self._lost or (), strict=self._lost is not None):
             arrived = torch.empty(1, len(value), device=value.device)
             self._operations.dequantize(message[None], arrived, self._format)
@@ -185,7 +185,8 @@ def _owed(nodes: Sequence[Tensor], lost: list[Tensor], share: float) -> list[Ten
     return lost
 
 
-def _message(operations: Operations, format: QuantFormat, values: Tensor) -> Tensor:
+def message_of(operations: Operations, format: QuantFormat, values: Tensor) -> Tensor:
+    """The codes (1, bytes) of values (n,)."""
     message = torch.empty(1, format.message_bytes(len(values)), dtype=torch.uint8, device=values.device)
     operations.quantize(values[None], message, format)
     return message

@@ -3,20 +3,20 @@
 import json
 from pathlib import Path
 
+import numpy as np
+
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "images"
 _SKIPPED = 0.2  # of the iterations: losses fall so fast there that their ratio says little
 
 
 def draw(result: Path) -> Path:
     """Writes a picture in docs/images from a campaign's result of the same name; returns its path."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     figures = json.loads(result.read_text())["figures"]
     skipped = _SKIPPED * figures["settings"]["steps"]
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
     axes.axhline(0, color="gray", linewidth=0.8)
     for name, row in list(figures["rungs"].items())[1:]:  # behind the baseline
         points = [point for point in row["gap_of_training_loss"] if point[0] > skipped]
@@ -24,10 +24,7 @@ def draw(result: Path) -> Path:
         label = f"{name} ({row['bytes_per_parameter_in_layers']:.2f} bytes, {row['pairs']} pairs)"
         (line,) = axes.plot(iterations, means, linewidth=1.4, label=label)
         if None not in half_widths:
-            low, high = (
-                [mean + sign * half for mean, half in zip(means, half_widths, strict=True)]
-                for sign in (-1, 1)
-            )
+            low, high = (np.array(means) + sign * np.array(half_widths) for sign in (-1, 1))
             axes.fill_between(iterations, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.legend(fontsize=7, loc="upper right")
     axes.set_xlabel("iteration")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel, UnitRun
+from benchmarks.emulation.gradients import message_of
 from benchmarks.emulation.rungs import Rung, Weights
 from megatron_zpp.exchange.differences import apply, encode
 from megatron_zpp.exchange.route import eight_bits
@@ -42,7 +43,8 @@ class Codes:
 
     def send(self, master: Tensor, compute: Tensor, *, skip: Tensor) -> None:
         """See WeightExchange."""
-        compute.copy_(_there_and_back(self._operations, self._format, master, compute.dtype))
+        message = message_of(self._operations, self._format, master)
+        self._operations.dequantize(message, compute[None], self._format)
 
 
 class Difference:
@@ -114,13 +116,3 @@ class WeightExchanges:
             formats.decide(formats.measured)
             formats.measured.zero_()
         return sum(formats.raised for formats in self._formats.values())
-
-
-def _there_and_back(
-    operations: Operations, format: QuantFormat, values: Tensor, dtype: torch.dtype
-) -> Tensor:
-    message = torch.empty(1, format.message_bytes(len(values)), dtype=torch.uint8, device=values.device)
-    operations.quantize(values[None], message, format)
-    output = torch.empty(1, len(values), dtype=dtype, device=values.device)
-    operations.dequantize(message, output, format)
-    return output[0]

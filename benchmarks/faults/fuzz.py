@@ -26,13 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the ro
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from benchmarks.common import save_result
+from benchmarks.common import RESULTS, ROOT, program_parser, save_result
 from benchmarks.faults.readers import READERS, Reader
 
 SECONDS_OF_ONE = 5  # of processor time
 BYTES_OF_ONE = 1 << 30
 _BATCH = 1000
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Hang(BaseException):
@@ -143,10 +142,12 @@ def _supervise(reader: Reader, seconds: float, first: int, kept: Path) -> dict[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = program_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="of all readers together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--reader", choices=[reader.name for reader in READERS], help="this one alone")
+    parser.add_argument("--kept", type=Path, default=Path("build/fuzzing"), help="where files of failures go")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)  # makes this process a worker
     arguments = parser.parse_args()
     chosen = [reader for reader in READERS if arguments.reader in (None, reader.name)]
@@ -159,7 +160,7 @@ def main() -> None:
     failures = sum(len(each["failures"]) for each in figures.values())
     result = {"total": total | {"failures": failures}, "readers": figures}
     print(json.dumps(result, indent=2))
-    print(f"written to {save_result('fuzzing', result)}")
+    print(f"written to {save_result('fuzzing', result, arguments.output)}")
     sys.exit(failures > 0)
 
 

@@ -213,47 +213,38 @@ def _sentencepiece(model_type: Literal["bpe", "unigram"]) -> Callable[[Path], Ex
     return make
 
 
+def _tokenizer_of_files(config: TokenizerConfig, *paths: Path) -> Execute:
+    """A tokenizer after a change of one of its files: of its bytes, or of its values of JSON."""
+    good = {path.name: path.read_bytes() for path in paths}
+
+    def execute(change: tuple[Any, ...]) -> None:
+        target, raw, inside = change
+        name, kind = target.split()
+        changed = change_bytes(good[name], raw)
+        if kind == "values":
+            changed = change_json(json.loads(good[name]), inside).encode()
+        for path in paths:
+            path.write_bytes(changed if path.name == name else good[path.name])
+        _try(config)
+
+    return execute
+
+
 def _gpt2(directory: Path) -> Execute:
     """vocab.json and merges.txt."""
     train_bpe(directory, [TEXT])
     vocab, merges = directory / "vocab.json", directory / "merges.txt"
-    good = {path: path.read_bytes() for path in (vocab, merges)}
     config = TokenizerConfig(tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(merges))
-
-    def execute(change: tuple[Any, ...]) -> None:
-        target, raw, inside = change
-        for path, content in good.items():
-            path.write_bytes(content)
-        if target == "values":
-            vocab.write_text(change_json(json.loads(good[vocab]), inside))
-        else:
-            path = directory / target
-            path.write_bytes(change_bytes(good[path], raw))
-        _try(config)
-
-    return execute
+    return _tokenizer_of_files(config, vocab, merges)
 
 
 def _hugging_face(directory: Path) -> Execute:
     """tokenizer.json, and the tokenizer_config.json beside it."""
     train_bpe(directory, [TEXT])
     path, beside = directory / "tokenizer.json", directory / "tokenizer_config.json"
-    good, config_json = path.read_bytes(), {"eos_token": {"content": "<|endoftext|>", "lstrip": False}}
+    beside.write_text(json.dumps({"eos_token": {"content": "<|endoftext|>", "lstrip": False}}))
     config = TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(path))
-
-    def execute(change: tuple[Any, ...]) -> None:
-        target, raw, inside = change
-        path.write_bytes(good)
-        beside.write_text(json.dumps(config_json))
-        if target == "values":
-            path.write_text(change_json(json.loads(good), inside))
-        elif target == "config":
-            beside.write_text(change_json(config_json, inside))
-        else:
-            path.write_bytes(change_bytes(good, raw))
-        _try(config)
-
-    return execute
+    return _tokenizer_of_files(config, path, beside)
 
 
 def _hugging_face_model(directory: Path) -> Execute:
@@ -372,7 +363,7 @@ READERS = (
     Reader("checkpoint", _of(*_TARGETS), _checkpoint),
     Reader("sentencepiece bpe", changes_of_bytes(), _sentencepiece("bpe")),
     Reader("sentencepiece unigram", changes_of_bytes(), _sentencepiece("unigram")),
-    Reader("gpt2", _of("vocab.json", "merges.txt", "values"), _gpt2),
+    Reader("gpt2", _of("vocab.json bytes", "merges.txt bytes", "vocab.json values"), _gpt2),
     Reader("deepspeed", _either(), _deepspeed),
     Reader(
         "hugging face model",
@@ -380,5 +371,9 @@ READERS = (
         _hugging_face_model,
     ),
     Reader("parquet", st.tuples(st.sampled_from(["index", "index", "file"]), changes_of_bytes()), _parquet),
-    Reader("hugging face", _of("values", "values", "config", "bytes"), _hugging_face),
+    Reader(
+        "hugging face",
+        _of(*["tokenizer.json values"] * 2, "tokenizer_config.json values", "tokenizer.json bytes"),
+        _hugging_face,
+    ),
 )

@@ -23,13 +23,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks.common import program_parser
+from benchmarks.common import STOPPED, program_parser
 from benchmarks.contest.protocol import compile_plain, plain_adamw, set_learning_rate
 from benchmarks.plain_models import PlainGPT
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig
-
-STOPPED = 75
 
 
 class Training:

@@ -82,25 +82,25 @@ def figures(folders: Sequence[Path], metrics: dict[str, Path]) -> dict[str, Any]
 
 def held_out(result: dict[str, Any], name: str) -> dict[float, float]:
     """The held-out losses of a run by the millions of tokens that it has seen."""
-    settings = result["described"][0]["settings"]
-    million = float(settings["million_tokens"]) / float(settings["steps"])  # tokens of a step
+    million = million_tokens_of_a_step(result)
     losses = result["runs"][name]["held_out"].items()
     return {million * int(step): loss for step, loss in losses if int(step)}
 
 
+def million_tokens_of_a_step(result: dict[str, Any]) -> float:
+    """Those that all runs of a result read."""
+    settings = result["described"][0]["settings"]
+    return float(settings["million_tokens"]) / float(settings["steps"])
+
+
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draw the training loss and the held-out loss, and how far the latter is from the baseline's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     runs = {name: result["runs"][name] for name in NAMES if name in result["runs"]}
-    figure, (above, below) = plt.subplots(
-        2, figsize=(8, 6.5), height_ratios=(3, 1.4), sharex=True, layout="constrained"
-    )
-    settings = result["described"][0]["settings"]
-    million = float(settings["million_tokens"]) / float(settings["steps"])  # tokens of a step
+    figure = Figure(figsize=(8, 6.5), layout="constrained")
+    above, below = figure.subplots(2, height_ratios=(3, 1.4), sharex=True)
+    million = million_tokens_of_a_step(result)
     base = held_out(result, BASELINE) if BASELINE in runs else {}
     for number, (name, run) in enumerate(runs.items()):
         colour = f"C{number}"
@@ -108,16 +108,11 @@ def draw(result: dict[str, Any], path: Path) -> None:
         for loss in run["losses"]:
             mean = SMOOTHING * mean + (1 - SMOOTHING) * loss
             smooth.append(mean)
-        above.plot(
-            [million * EVERY * part for part in range(1, len(smooth) + 1)],
-            smooth,
-            color=colour,
-            lw=1,
-            label=NAMES[name],
-        )
+        seen = [million * EVERY * part for part in range(1, len(smooth) + 1)]
+        above.plot(seen, smooth, color=colour, lw=1, label=NAMES[name])
         losses = held_out(result, name)
         above.plot(list(losses), list(losses.values()), "o", ms=3, color=colour)
-        gaps = {seen: 100 * (loss / base[seen] - 1) for seen, loss in losses.items() if seen in base}
+        gaps = {at: 100 * (loss / base[at] - 1) for at, loss in losses.items() if at in base}
         below.plot(list(gaps), list(gaps.values()), "o-", ms=2, lw=1, color=colour)
     above.set_ylabel("loss: training (lines), held out (dots)")
     above.set_ylim(top=max(run["losses"][len(run["losses"]) // 40] for run in runs.values()))

@@ -36,10 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the ro
 
 import torch  # noqa: F401  # for the names of GPUs in the result
 
-from benchmarks.common import commit, machine, program_parser
+from benchmarks.common import ROOT, STOPPED, commit, machine, program_parser
 
-ROOT = Path(__file__).resolve().parents[2]
-STOPPED = 75
 PLAIN = {"plain": "", "plain_again": "", "plain_bf16": "--bf16-residual"}  # flags of plain.py
 VARIANTS = {
     **PLAIN,
