@@ -24,6 +24,12 @@ the start of the searches of another size:
 
 python benchmarks/convergence.py --descend adamw muon --text TOKENS --entries 4096 --name tuned_10m
 python benchmarks/convergence.py --tuned RESULT.json --ladder muon --text TOKENS --entries 4096
+
+Islands (emulation/islands.py) are rungs with settings of their own. --descend islands tunes the outer
+optimizer for the inner one of --optimizer, and its result goes to --tuned beside that of the inner one:
+
+python benchmarks/convergence.py --descend islands --optimizer muon --tuned tuned.json --name outer
+python benchmarks/convergence.py --ladder islands --optimizer muon --tuned tuned.json outer.json
 """
 
 import argparse
@@ -33,7 +39,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the ro
 from benchmarks.common import RESULTS, STOPPED, program_parser, save_result
 from benchmarks.contest.grid import visible_gpus
 from benchmarks.emulation.descent import SEARCHES, Comparison
-from benchmarks.emulation.rungs import BASELINE, LADDERS, RUNGS, Rung
+from benchmarks.emulation.rungs import BASELINE, GATE_PAIRS, ISLANDS, LADDERS, RUNGS, Rung
 from benchmarks.emulation.text import Text, coarser
 from benchmarks.intervals import mean_and_interval
 from benchmarks.paired_runs import Job, PairedRuns, gap_cells, gaps_of, loses_pairs
@@ -77,8 +83,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shares", nargs="*", type=float, default=[0.5, 0.6, 0.75], help="of the steps, tried with Muon"
     )
-    parser.add_argument("--tuned", type=Path, metavar="RESULT", help="of --descend")
-    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="muon", help="of --tuned")
+    parser.add_argument("--tuned", nargs="+", type=Path, default=[], metavar="RESULT", help="of --descend")
+    parser.add_argument(
+        "--optimizer",
+        choices=["adamw", "muon"],
+        default="muon",
+        help="of --tuned: for pairs, or inside islands",
+    )
     parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
     parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
     parser.add_argument("--nodes", type=int, default=2)
@@ -99,8 +110,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="RESULT", help="draw the curves of a result and exit")
     options = parser.parse_args(argv)
     for name in options.rungs:
-        if name not in RUNGS:
-            parser.error(f"--rungs {name!r}: not one of {', '.join(RUNGS)}")
+        if name not in (*RUNGS, *ISLANDS):
+            parser.error(f"--rungs {name!r}: not one of {', '.join((*RUNGS, *ISLANDS))}")
     for flag in ("pairs", "processes", "nodes", "ranks_per_node", "micro_batches"):
         if getattr(options, flag) < 1:
             parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(options, flag)}")
@@ -141,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     )
     if options.descend:
         return tune(campaign, settings, options)
-    done = campaign.finished(lambda name: name in RUNGS)
+    done = campaign.finished(lambda name: name in RUNGS or name in ISLANDS)
     if lost := loses_pairs(options.output / f"{options.name}.json", "rungs", settings, done):
         print(f"convergence.py: error: {lost}", file=sys.stderr)
         return 2
@@ -149,7 +160,7 @@ def main(argv: Sequence[str]) -> int:
     missing = [job for job in jobs if job not in done]
     print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", flush=True)
     finished = not missing or campaign.run_missing(lambda: jobs, done)
-    figures = summary(done, settings)  # also of the runs of earlier calls
+    figures = summary((*RUNGS, *ISLANDS), done, settings)  # also those of earlier calls
     written = save_result(options.name, figures, options.output)
     print(table(figures))
     print(f"written to {written}")
@@ -164,7 +175,7 @@ def tune(campaign: PairedRuns, settings: dict[str, Any], options: argparse.Names
         tolerance=options.tolerance / 100,
         seeds=options.pairs,
         shares=options.shares,
-        starts=tuned_settings(options.tuned),
+        starts=_starts(settings, options),
     )
     done = campaign.finished(lambda name: name.startswith("{"))
     finished = campaign.run_missing(lambda: comparison.wanted(done), done)
@@ -174,17 +185,30 @@ def tune(campaign: PairedRuns, settings: dict[str, Any], options: argparse.Names
     return 0 if finished else STOPPED
 
 
-def tuned_settings(result: Path | None) -> dict[str, dict[str, Any]]:
-    """By optimizer: the best settings of a result of --descend, if there is one."""
-    figures = json.loads(result.read_text())["figures"] if result else {}
+def _starts(settings: dict[str, Any], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Where searches begin: at --tuned, and that of islands with the rate that the inner optimizer has."""
+    found = tuned_settings(options.tuned)
+    return {"islands": {"lr": settings["lr"]}, **found} if options.tuned else found
+
+
+def tuned_settings(results: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """By optimizer: the best settings of results of --descend."""
+    figures: dict[str, Any] = {}
+    for result in results:
+        figures |= json.loads(result.read_text())["figures"]
     return {optimizer: figures[optimizer]["settings"] for optimizer in SEARCHES if optimizer in figures}
 
 
 def named(settings: dict[str, Any], name: str) -> tuple[dict[str, Any], Rung]:
-    """The settings and the rung of a run: the name of a rung, or settings as JSON."""
+    """The settings and the rung of a run: the name of a rung, or of islands, or settings as JSON."""
+    settings = dict(settings)
+    outer = settings.pop("outer", {})
     if name in RUNGS:
         return settings, RUNGS[name]
-    return {**settings, **json.loads(name)}, RUNGS[BASELINE]
+    if name not in ISLANDS:
+        return {**settings, **json.loads(name)}, RUNGS[BASELINE]
+    islands = outer.get("islands", {}) | ISLANDS[name]
+    return {**settings, **outer, "islands": islands}, RUNGS[BASELINE]
 
 
 def default_device() -> str:
@@ -199,8 +223,12 @@ def run_settings(options: argparse.Namespace) -> dict[str, Any]:
     steps, size, samples, evaluations, warmup = DEFAULTS[options.size]
     on_gpu = options.device == "cuda"
     text = {"text": Text.described(options.text)} if options.text else {}
-    for_pairs = options.tuned and not options.descend
-    tuned = tuned_settings(options.tuned)[options.optimizer] if for_pairs else {}
+    tuned: dict[str, Any] = {}
+    if options.tuned and options.descend in ([], ["islands"]):
+        found = tuned_settings(options.tuned)
+        tuned = found[options.optimizer]
+        if "islands" in found:
+            tuned = {**tuned, "outer": found["islands"]}
     return {
         **text,
         "size": options.size,
@@ -235,17 +263,20 @@ def key_of(settings: dict[str, Any], rung: Rung, seed: int) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def summary(done: dict[Job, dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
+def summary(
+    names: Iterable[str], done: dict[Job, dict[str, Any]], settings: dict[str, Any]
+) -> dict[str, Any]:
     """Per rung the gaps to the baseline of the same seed, their mean and 95% interval, in percent."""
     rungs: dict[str, Any] = {}
-    for name, rung in RUNGS.items():
-        seeds = [seed for (run, seed) in sorted(done) if run == name and (BASELINE, seed) in done]
+    for name in names:
+        seeds = [seed for (rung, seed) in sorted(done) if rung == name and (BASELINE, seed) in done]
         if not seeds:
             continue
+        islands = named(settings, name)[0].get("islands")
         runs, baselines = ([done[run, seed] for seed in seeds] for run in (name, BASELINE))
         losses = [run["loss"] for run in runs]
         rungs[name] = {
-            "settings": dataclasses.asdict(rung),
+            "settings": dataclasses.asdict(RUNGS[name]) if islands is None else islands,
             "bytes_per_parameter": runs[0]["bytes_per_parameter"],
             "bytes_per_parameter_in_layers": runs[0]["bytes_per_parameter_in_layers"],
             "pairs": len(seeds),
@@ -289,7 +320,28 @@ def table(figures: dict[str, Any]) -> str:
     for name, row in figures["rungs"].items():
         bytes_sent = f"{row['bytes_per_parameter_in_layers']:.3f}"
         lines.append(f"| {name} | {bytes_sent} | {row['pairs']} | {gap_cells(row['gap'])} |")
+    optimizer = "AdamW" if figures["settings"].get("muon") is None else "Muon"
+    lines += [
+        f"{name}: {verdict(row, optimizer)}" for name, row in figures["rungs"].items() if name in ISLANDS
+    ]
     return "\n".join(lines)
+
+
+def verdict(row: dict[str, Any], optimizer: str) -> str:
+    """Whether islands pass: the upper end of their gap's interval is within 1.0%, with Muon within 0.5%.
+
+    One island, which saves no exchange, must be better in every pair.
+    """
+    gap, limit = row["gap"], 0.5 if optimizer == "Muon" else 1.0
+    if row["pairs"] < GATE_PAIRS:
+        return f"undecided, {row['pairs']} pairs of {GATE_PAIRS}"
+    if row["settings"].get("count") == 1:
+        better = sum(one < 0 for one in gap["by_seed"])
+        passes = "passes" if better == row["pairs"] else "fails"
+        return f"{passes}: better in {better} pairs of {row['pairs']}"
+    upper = gap["mean_percent"] + gap["half_width_95_percent"]
+    passes = "passes" if upper <= limit else "fails"
+    return f"{passes}: upper end {upper:+.3f}%, at most {limit}% with {optimizer}"
 
 
 def print_rungs() -> None:

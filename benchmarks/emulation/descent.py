@@ -47,6 +47,11 @@ SEARCHES: dict[str, dict[str, Ladder]] = {
         "muon.weight_decay": Ladder(_DECAYS, 2),
         "muon.scalar_lr": Ladder(_SCALARS, 4),
     },
+    "islands": {  # the outer optimizer, and the rate of the inner one
+        "islands.lr": Ladder((0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2), 5, 2),
+        "islands.momentum": Ladder((0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95), 8, 2),
+        "lr": Ladder(_RATES, 6),
+    },
 }
 
 

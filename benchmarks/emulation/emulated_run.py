@@ -12,6 +12,7 @@ from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel, Graphed
 from benchmarks.emulation.gradients import NodeSum, cross_node_sum
+from benchmarks.emulation.islands import Islands, IslandSettings
 from benchmarks.emulation.muon import Muon, MuonSettings
 from benchmarks.emulation.rungs import MLP, TABLES, Rung, Travel
 from benchmarks.emulation.source import Source
@@ -57,6 +58,7 @@ class RunSettings:
     text: Mapping[str, Any] | None = None  # Text.described, or the synthetic language
     adamw: Mapping[str, float] = field(default_factory=dict)  # AdamWSettings that are not the defaults
     muon: Mapping[str, Any] | None = None  # MuonSettings that are not the defaults; without it AdamW alone
+    islands: Mapping[str, Any] | None = None  # IslandSettings that are not the defaults; None: one job
 
     @property
     def samples_per_step(self) -> int:
@@ -278,15 +280,22 @@ def train(
         "skipped": int(ranks.skipped.item()),
         "raised_units": ranks.raised,
         "sha256": hashlib.sha256(ranks.flat.master.cpu().numpy().tobytes()).hexdigest()[:16],
-        "bytes_per_parameter": round(rung.bytes_per_parameter(ranks.flat.numels), 4),
-        "bytes_per_parameter_in_layers": round(rung.bytes_per_parameter({MLP: 1}), 4),
+        "bytes_per_parameter": round(bytes_of(settings, rung, ranks.flat.numels), 4),
+        "bytes_per_parameter_in_layers": round(bytes_of(settings, rung, {MLP: 1}), 4),
         "seconds": round(time.perf_counter() - started, 1),
     }
 
 
+def bytes_of(settings: RunSettings, rung: Rung, numels: Mapping[str, int]) -> float:
+    """Sent per step and parameter between nodes, or between islands."""
+    if settings.islands is None:
+        return rung.bytes_per_parameter(numels)
+    return IslandSettings(**settings.islands).bytes_per_parameter
+
+
 def _ranks(
     settings: RunSettings, rung: Rung, seed: int, device: torch.device, operations: Operations
-) -> EmulatedRanks:
+) -> EmulatedRanks | Islands:
     """The ranks with their initial weights."""
     config, vocab = settings.model()
     flat = FlatModel(
@@ -302,14 +311,28 @@ def _ranks(
         flat.backward = Graphed(flat.backward).replay  # type: ignore[method-assign]
     if rung.nudged:
         flat.master[0] *= 1 + 2**-8
-    return EmulatedRanks(
+
+    def ranks(flat: FlatModel, nodes: int, ranks_per_node: int) -> EmulatedRanks:
+        return EmulatedRanks(
+            flat,
+            rung,
+            nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            operations=operations,
+            adamw=AdamWSettings(**settings.adamw),
+            muon=None if settings.muon is None else MuonSettings(**settings.muon),
+            seed=seed,
+        )
+
+    if settings.islands is None:
+        return ranks(flat, settings.nodes, settings.ranks_per_node)
+    return Islands(
         flat,
-        rung,
-        nodes=settings.nodes,
-        ranks_per_node=settings.ranks_per_node,
-        operations=operations,
-        adamw=AdamWSettings(**settings.adamw),
-        muon=None if settings.muon is None else MuonSettings(**settings.muon),
+        lambda flat, count: ranks(flat, 1, count),
+        IslandSettings(**settings.islands),
+        operations,
+        ranks=settings.nodes * settings.ranks_per_node,
+        steps=settings.steps,
         seed=seed,
     )
 

@@ -187,3 +187,20 @@ LADDERS: dict[str, tuple[str, ...]] = {
     "muon": ("baseline, nudged", *(f"{name}{kind}" for kind in FEEDBACKS for name in ("sums4", "four bits"))),
     "all": tuple(name for name in RUNGS if not name.startswith(BASELINE)),
 }
+
+# By name, the fields of IslandSettings that differ from the tuned ones.
+ISLANDS: dict[str, dict[str, float]] = {
+    "2 islands": {},
+    "2 islands, H = 10": {"interval": 10},
+    "2 islands, H = 100": {"interval": 100},
+    "2 islands, 4 bits": {"bits": 4},
+    "2 islands, 2 bits": {"bits": 2},
+    "2 islands, overlap 0.5": {"overlap": 0.5},
+    "2 islands, overlap 1": {"overlap": 1.0},
+    "2 islands, 4 bits, overlap 0.5": {"bits": 4, "overlap": 0.5},
+    "4 islands": {"count": 4},
+    "4 islands, 4 bits, overlap 0.5": {"count": 4, "bits": 4, "overlap": 0.5},
+    "1 island": {"count": 1},
+}
+LADDERS["islands"] = tuple(ISLANDS)
+GATE_PAIRS = 8  # of which islands need at least so many to pass

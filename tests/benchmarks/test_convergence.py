@@ -146,8 +146,12 @@ def test_a_campaign_tunes_optimizers_and_compares_their_tokens(
     def run(settings: dict[str, Any], device: str, text: None, job: tuple[str, int]) -> dict[str, Any]:
         jobs.append(job)
         settings = convergence.named(settings, job[0])[0]
+        islands = settings.get("islands")
         best, scale = (8e-3, 1.0) if "muon" in settings else (4e-3, 1.2)
         loss = 2 + abs(math.log(settings["lr"] / best)) + scale * (1 - settings["steps"] / 80)
+        if islands:
+            loss += 0.01 + abs(islands["lr"] - 0.9) + abs(islands["momentum"] - 0.6)
+            loss += 0.1 * (islands.get("overlap", 0) - (islands.get("count") == 1))
         bytes_ = {"bytes_per_parameter": 1.0, "bytes_per_parameter_in_layers": 1.0}
         return {"loss": loss + job[1], "master_loss": loss, "seconds": 0.0, "skipped": 0, **bytes_}
 
@@ -173,9 +177,25 @@ def test_a_campaign_tunes_optimizers_and_compares_their_tokens(
     pairs = [*arguments, "--tuned", str(path), "--rungs", "sums4", "--name", "pairs"]
     assert convergence.main([*pairs, "--runs-file", str(tmp_path / "pairs.jsonl")]) == 0
     assert json.loads((tmp_path / "pairs.json").read_text())["figures"]["settings"]["lr"] == 8e-3
+    outer = tmp_path / "outer.json"
+    islands = [*arguments, "--descend", "islands", "--tuned", str(path), "--name", "outer"]
+    assert convergence.main([*islands, "--runs-file", str(tmp_path / "outer.jsonl")]) == 0
+    found = json.loads(outer.read_text())["figures"]["islands"]["settings"]
+    assert found == {"islands": {"lr": 0.9, "momentum": 0.6}, "lr": 8e-3}
+    gate = [*arguments, "--tuned", str(path), str(outer), "--name", "gate", "--rungs"]
+    gate += ["2 islands", "2 islands, overlap 1", "1 island"]
+    gate += ["--pairs", "8", "--runs-file", str(tmp_path / "gate.jsonl")]
+    assert convergence.main([*gate, "--limit-seconds", "0"]) == convergence.STOPPED
+    assert convergence.main(gate) == 0
+    jobs.clear()
+    assert convergence.main(gate) == 0
+    assert not jobs
     larger = [*tune, "--tuned", str(path), "--steps", "160", "--name", "larger"]
     assert convergence.main(larger) == 0
     found = json.loads((tmp_path / "larger.json").read_text())["figures"]["muon"]["path"]
     assert json.loads(found[0][0])["lr"] == 8e-3
     printed = capsys.readouterr().out
     assert "| sums4 | 1.000 | 2 |" in printed
+    assert "2 islands: passes: upper end +0.284%, at most 0.5% with Muon" in printed
+    assert "2 islands, overlap 1: fails: upper end" in printed
+    assert "1 island: passes: better in 8 pairs of 8" in printed

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from benchmarks.corpus.make_tokens import train_bpe
 from benchmarks.emulation.emulated_run import AdamWSettings, EmulatedRanks, RunSettings, train
 from benchmarks.emulation.flat_model import FlatModel
+from benchmarks.emulation.islands import Islands, IslandSettings
 from benchmarks.emulation.muon import SCALE, MuonSettings, orthogonalised
 from benchmarks.emulation.rungs import LADDERS, RUNGS, Rung
 from benchmarks.emulation.source import CHUNK, Source
@@ -322,6 +324,87 @@ def test_feedback_of_the_momentum_leaves_the_last_loss_alone() -> None:
     kept = sum(cross_node._sums._lost) + cross_node._again._lost[0]
     assert (true - arrived - 0.05 * kept).norm() < 0.02 * (true - arrived).norm()
     assert (true - arrived).norm() < 0.1 * true.norm()
+
+
+def one_job(adamw: AdamWSettings, flat: FlatModel, ranks: int) -> EmulatedRanks:
+    return emulated_ranks(flat, RUNGS["baseline"], nodes=1, ranks_per_node=ranks, adamw=adamw)
+
+
+def islands_of(settings: IslandSettings, steps: int, adamw: AdamWSettings) -> Islands:
+    """Of four ranks, with the weights of `small_flat`."""
+    flat = small_flat(RUNGS["baseline"])
+    return Islands(flat, partial(one_job, adamw), settings, operations(), ranks=4, steps=steps, seed=SEED)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_islands_that_average_after_each_step_of_sgd_are_one_job(count: int) -> None:
+    """H = 1, an outer rate of 1, no momentum, fp32: the weights of synchronous training within 1e-6."""
+    # Beside such an epsilon AdamW without decay is SGD, with a rate of lr / eps.
+    sgd = AdamWSettings(weight_decay=0.0, beta1=0.0, beta2=0.0, eps=1e8, clip_grad=0.0)
+    islands = islands_of(IslandSettings(count=count, interval=1, lr=1.0, momentum=0.0), 3, sgd)
+    one = one_job(sgd, small_flat(RUNGS["baseline"]), 4)
+    before = one.flat.master.clone()
+    for step in range(3):
+        for state in (one, islands):
+            state.accumulate(torch.stack(batches(step, 4)))
+            state.step(1e7, iteration=step)
+    islands.evaluate(batches(9, 1)[0], 2)
+    assert (one.flat.master - before).abs().max() > 1e-3
+    torch.testing.assert_close(islands.flat.master, one.flat.master, rtol=0, atol=1e-6)
+
+
+def moving(settings: IslandSettings, steps: int) -> tuple[Islands, torch.Tensor]:
+    """Two islands, and what each moves by in each step (steps, 2, n) in place of what it would learn."""
+    islands = islands_of(settings, steps, AdamWSettings())
+    for island in islands._islands:
+        island.step = lambda *_, **__: None  # type: ignore[method-assign,assign]
+    drawn = torch.randn(steps, 2, islands.flat.numel, generator=torch.Generator().manual_seed(5))
+    return islands, drawn * ~islands.flat.gaps
+
+
+def move(islands: Islands, moves: torch.Tensor, steps: range) -> None:
+    for step in steps:
+        for island, by in zip(islands._islands, moves[step], strict=True):
+            island.flat.master += by
+        islands.step(0.0, iteration=step)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+def test_the_outer_optimizer_is_torchs_nesterov(overlap: float) -> None:
+    """Weights that move on while an exchange is under way keep what they moved by; the last is awaited."""
+    settings = IslandSettings(interval=4, lr=0.7, momentum=0.9, overlap=overlap)
+    islands, moves = moving(settings, 10)
+    outer = torch.nn.Parameter(islands.flat.master.clone())
+    optimizer = torch.optim.SGD([outer], lr=0.7, momentum=0.9, nesterov=True)
+    expected = outer.detach().repeat(2, 1)
+    late, at = round(4 * overlap), 0
+    for step, leaves in ((4, True), (4 + late, False), (8, True), (min(8 + late, 10), False), (10, True)):
+        move(islands, moves, range(at, step))
+        expected += moves[at:step].sum(0)
+        at = step
+        if leaves:
+            left = expected.clone()
+            outer.grad = outer.detach() - left.mean(0)
+            optimizer.step()
+        if not leaves or (leaves and step == 10):
+            expected += outer.detach() - left
+    found = torch.stack([island.flat.master for island in islands._islands])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[0], outer.detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "lost"), [(4, 0.15), (2, 0.6)])
+def test_what_codes_of_an_exchange_lose_is_in_the_next(bits: Any, lost: float) -> None:
+    """So the outer weights lack what the last one lost, and no more."""
+    settings = IslandSettings(interval=1, lr=1.0, momentum=0.0, bits=bits)
+    islands, moves = moving(settings, 5)
+    exact = islands.flat.master + moves.mean(1).sum(0)
+    move(islands, moves, range(5))
+    lacks = islands._outer - exact
+    errors = torch.stack([lost.float() for lost in islands._exchange._lost]).mean(0)  # type: ignore
+    torch.testing.assert_close(lacks, errors, rtol=0.01, atol=0.02)
+    assert 0 < lacks.norm() < lost * moves[0].mean(0).norm()
+    assert not islands._outer[islands.flat.gaps].any()
 
 
 def run_of(rung: str, seed: int = 0) -> dict[str, Any]:

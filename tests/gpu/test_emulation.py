@@ -35,7 +35,7 @@ def test_final_weights_are_those_of_real_ranks(nodes: int, local: int, micro_bat
 
 
 def test_cuda_graphs_change_no_bit() -> None:
-    """Of a run with Muon."""
+    """Of a run, with Muon in two islands."""
     gpu = torch.device("cuda", 0)
     found = []
     for graphs in (False, True):
@@ -47,6 +47,7 @@ def test_cuda_graphs_change_no_bit() -> None:
             graphs=graphs,
             attention="flash",
             muon={},
+            islands={"interval": 2, "bits": 4},
         )
         operations = load_operations("cuda", require_kernels=True, say=print)
         found.append(train(settings, RUNGS["baseline"], 0, device=gpu, operations=operations))
