@@ -125,10 +125,14 @@ def check_routes(zero: ZeroConfig, mesh: Mesh) -> None:
         )
 
 
-def weight_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequence[Axis]) -> Route:
+def weight_route(
+    zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequence[Axis]
+) -> tuple[Route, Route]:
     """How new weights of a unit reach the slots of all ranks; `dtype` is that of the compute.
 
-    `axes`: those over which the states of the unit are cut, both of its layout or the one inside nodes.
+    Returns the leg that brings what stays on a rank beside the slot, which is empty where nothing stays, and
+    the leg that fills the slot. `axes`: those over which the states of the unit are cut, both of its layout
+    or the one inside nodes.
 
     With hpZ, groups are made of ranks of a node that are evenly spread over it: what the ranks between two of
     them own is contiguous, and is what each of them keeps.
@@ -140,7 +144,7 @@ def weight_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequenc
     use = When.USE if zero.zero_stage == 3 else When.STEP
     if not (differs or (zero.hpz and zero.zero_stage == 3 and len(axes) > 1)):
         stages = [Stage("gather", (axis,), format, use) for axis in reversed(axes)]
-        return _live(stages) or tuple(stages[-1:] if use is When.USE else [])
+        return (), _live(stages) or tuple(stages[-1:] if use is When.USE else [])
     inside, node = axes
     group = inside.size
     if zero.zero_stage == 3:
@@ -148,17 +152,8 @@ def weight_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequenc
     members, between = inside.cut(inside.size // group)
     verb: Literal["gather", "difference"] = "difference" if differs else "gather"
     kept = [Stage(verb, (axis,), format, When.STEP) for axis in (node, between)]
-    rounded = kept[:1] if kept[0].codes else []  # by one rank too, so that bits are the same
-    return *(_live(kept) or rounded), Stage("gather", (members,), dtype, use)
-
-
-def kept_after(route: Route) -> int:
-    """How many stages of a weight route bring what stays on a rank, beside the slot; 0: nothing stays.
-
-    Those of every step, where others follow at a use; and differences, which change what is there.
-    """
-    early = sum(stage.when is When.STEP for stage in route)
-    return early if early < len(route) else sum(stage.verb == "difference" for stage in route)
+    rounded = tuple(kept[:1]) if kept[0].codes else ()  # by one rank too, so that bits are the same
+    return _live(kept) or rounded, (Stage("gather", (members,), dtype, use),)
 
 
 def gradient_route(

@@ -14,7 +14,6 @@ from megatron_zpp.exchange.route import (
     as_made,
     axes_of,
     gradient_route,
-    kept_after,
     nbytes,
     sent,
     sum_route,
@@ -223,13 +222,9 @@ def unit_plan(
     dtype = torch.uint8 if layout.coded else compute_dtype
     if layout.coded and not zero.sends_differences:  # codes travel as they are
         zero = replace(zero, zero_quantized_weights=False)
-    route = weight_route(zero, mesh, dtype, axes)
-    kept = kept_after(route)
-    for leg in (route[:kept], route[kept:]):  # whose stages run one after the other
-        assert len({(stage.verb, stage.format, stage.when) for stage in leg}) <= 1, route
+    bring, fill = weight_route(zero, mesh, dtype, axes)
     others = layout.axes[len(axes) :]
     sums = sum_route(zero, axes, others, of_matrices=bool(layout.hull(of_matrices=True)))
-    bring, fill = route[:kept], route[kept:]
     return UnitPlan(
         layout, mesh, axes, compute_dtype, gradient_dtype, gradients, sums, bring, fill, dtype, in_turn
     )
