@@ -178,14 +178,10 @@ def gradient_route(
         inside = between = gradient_format(zero)
         if zero.rotates_gradients:
             inside = QuantFormat("int8", GRADIENT_BLOCK)
-    places: Axis = inside_node
-    stages = []
-    if group not in (None, 1, inside_node.size):
-        groups, places = inside_node.cut(group)
-        stages = [Stage("reduce", (groups,), torch.float32, When.STEP)]
+    groups, places = inside_node.cut(inside_node.size if group in (None, 1) else group)
     stages = [
         Stage("reduce", (places,), inside, first),
-        *stages,
+        Stage("reduce", (groups,), torch.float32, When.STEP),
         Stage("reduce", (node,), between, last),
     ]
     if inside_node.size == 1 and not zero.zero_quantized_gradients:
