@@ -201,11 +201,6 @@ class Unit:
         return flat
 
     @property
-    def gathers_from_master(self) -> bool:
-        """Whether the compute reads the master weights themselves (fp32)."""
-        return self.gather_source.data_ptr() == self.master.data_ptr()
-
-    @property
     def reads_master(self) -> bool:
         """Whether modules read the master weights themselves, all of which this rank's optimizer changes."""
         same = self.full.data_ptr() == self.master.data_ptr()
