@@ -72,12 +72,9 @@ class Prefetcher:
             self._allow_reads(index, self.always_gathered)
         self._phase, reads = Phase.FORWARD, plan.reads
         self._forward, self._backward = reads.orders
-        # Where in `_backward` a place is recomputed, and where its gradients are made.
-        self._recomputed_at: dict[int, int] = {}
-        self._gradients_at: dict[int, int] = {}
-        for at, place in enumerate(reads.backward):
-            self._recomputed_at.setdefault(place, at)
-            self._gradients_at[place] = at
+        # Where in `_backward` the gradients of a place are made: where it is read for the last time.
+        self._gradients_at = {place: at for at, place in enumerate(reads.backward)}
+        self._recomputed_at = {place: reads.backward.index(place) for place in reads.backward}
         self._first_of = {chunk[-1]: chunk[0] for chunk in reads.recomputed}
         self._to_recompute: int | None = None  # the last place of the range that is being recomputed
         self._recomputed: set[int] = set()  # the last places of those that this pass has begun to recompute
