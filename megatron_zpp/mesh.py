@@ -82,12 +82,10 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """The ranks of the job."""
         return math.prod(self.sizes)
 
     @property
     def node_size(self) -> int:
-        """The ranks of a node."""
         return math.prod(self.sizes[1:])
 
     @property
@@ -97,17 +95,14 @@ class Mesh:
 
     @property
     def local(self) -> Axis:
-        """Data ranks of a node."""
         return Axis(self.context_ranks * self.tensor_ranks, self.local_ranks)
 
     @property
     def context(self) -> Axis:
-        """Ranks of a node that share samples."""
         return Axis(self.tensor_ranks, self.context_ranks)
 
     @property
     def tensor(self) -> Axis:
-        """Ranks of a node that share matrices."""
         return Axis(1, self.tensor_ranks)
 
     @property
@@ -117,7 +112,6 @@ class Mesh:
 
     @property
     def inside_node(self) -> tuple[Axis, ...]:
-        """The ranks of a node."""
         return self.replicas, self.tensor
 
     @property
@@ -178,7 +172,6 @@ class Mesh:
         return tuple(first + sum(step) for step in steps)
 
     def node_of(self, rank: int) -> int:
-        """The node of a rank."""
         return rank // self.node_size
 
     def share_a_node(self, ranks: Iterable[int]) -> bool:

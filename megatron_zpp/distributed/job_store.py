@@ -115,7 +115,6 @@ class JobStore(dist.Store):
         return JobStore(self.unsigned, derived(self.key, f"start {salt}"))
 
     def set(self, key: str, value: str) -> None:
-        """Publish a value."""
         self.unsigned.set(key, self._signed(key, value))
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
@@ -147,11 +146,9 @@ class JobStore(dist.Store):
         return self.unsigned.check(keys)
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:  # type: ignore[override]
-        """Wait until all keys exist."""
         self.unsigned.wait(keys, *timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a value."""
         return self.unsigned.delete_key(key)
 
     def set_timeout(self, timeout: timedelta) -> None:

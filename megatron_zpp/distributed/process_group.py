@@ -44,7 +44,6 @@ def select_device(requested: str, topology: Topology) -> torch.device:
 
 
 def backend_of(device: torch.device) -> str:
-    """The collective library for ranks on a device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 

@@ -87,7 +87,6 @@ class SentBytes:
 
 
 def axes_of(route: Route) -> tuple[Axis, ...]:
-    """Those of its stages."""
     return tuple(axis for stage in route for axis in stage.axes)
 
 

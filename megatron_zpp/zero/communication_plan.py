@@ -52,7 +52,6 @@ class CommunicationPlan:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Those of all units."""
         return tuple(each.layout for each in self.units)
 
     @cached_property

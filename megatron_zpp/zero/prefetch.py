@@ -80,7 +80,6 @@ class Prefetcher:
         self._recomputed: set[int] = set()  # the last places of those that this pass has begun to recompute
 
     def begin(self, phase: Phase) -> None:
-        """Start a pass in this direction."""
         self._phase, self._to_recompute, self._recomputed = phase, None, set()
 
     def weights_of(self, index: int) -> WeightState:

@@ -45,7 +45,6 @@ class Reads:
 
     @cached_property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """The places of each unit."""
         found: list[list[int]] = [[] for _ in {unit for units in self.units for unit in units}]
         for place, units in enumerate(self.units):
             for unit in units:
@@ -71,7 +70,6 @@ class Part:
             found.add(id(parameter))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of the part."""
         return (parameter for _, parameter in self.named_parameters())
 
 

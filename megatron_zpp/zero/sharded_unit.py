@@ -84,7 +84,6 @@ class UnitGradient:
 
     @property
     def state(self) -> GradientState:
-        """How far it has come."""
         if self.pending is not None:
             return GradientState.REDUCING
         if self.segments:
@@ -164,7 +163,6 @@ class Unit:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of the parameters, as the model calls them."""
         return tuple(placement.name for placement in self.layout.placements)
 
     @cached_property
@@ -174,7 +172,6 @@ class Unit:
 
     @property
     def owned(self) -> range:
-        """The elements that this rank's optimizer changes."""
         return self.plan.owned
 
     @property

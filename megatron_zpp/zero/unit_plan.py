@@ -166,7 +166,6 @@ class UnitPlan:
 
     @property
     def slot(self) -> Buffer:
-        """The memory of a slot."""
         return Buffer(self.layout.numel, self.dtype)
 
     @property
