@@ -43,10 +43,7 @@ class Axis:
         return Axis(self.stride * inner, self.size // inner), Axis(self.stride, inner)
 
     def without(self, other: "Axis") -> "Axis":
-        """The axis of those ranks along this one that have one place along `other`.
-
-        Raises ValueError if they are no axis.
-        """
+        """The ranks of this axis that have one place along `other`. Raises ValueError if they are no axis."""
         end = self.stride * self.size
         first, stop = max(self.stride, other.stride), min(end, other.stride * other.size)
         if first >= stop:

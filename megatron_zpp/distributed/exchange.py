@@ -76,10 +76,7 @@ class Exchange:
         self.put(key, value)
 
     def gather(self, name: str) -> list[Any]:
-        """On rank 0: return the values that all ranks contribute, by rank.
-
-        Raises NoProgress naming the first rank without a value.
-        """
+        """On rank 0: the values of all ranks, by rank. Raises NoProgress naming the first without one."""
         keys = [self._key(f"{name}/{rank}") for rank in range(self.topology.world_size)]
         try:
             return self._get_all(keys)

@@ -318,10 +318,7 @@ def _join(address: str, port: int, deadline: float) -> dist.Store:
 
 
 def _decide(store: dist.Store, verdict: str | None, key: str = "verdict") -> str | None:
-    """Publish how the rendezvous ends: None if all ranks are there, or a problem.
-
-    Returns what counts, the first verdict.
-    """
+    """Publish None if all ranks are there, or a problem. Returns what counts, the first such verdict."""
     if store.check([key]):  # if it is empty, a stranger's, it would be replaced, but others may have read it
         return _parsed(key, store.get(key))
     return _parsed(key, store.compare_set(key, "", json.dumps(verdict)))

@@ -189,10 +189,7 @@ class Reduction:
         return self._in_place is not None or len(self._hops) == 1
 
     def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
-        """Sum `sent`, the segments of a whole gradient, over ranks.
-
-        Gradients stay where they are until the sum is waited for.
-        """
+        """Sum `sent`, a whole gradient in segments, which stay where they are until the sum is waited for."""
         if (in_place := self._in_place) is not None:
             total, add, squares, *_ = target
             return self._clearing.submit(lambda: in_place.sum(sent, total, add=add, squares=squares))

@@ -78,10 +78,7 @@ class CommunicationPlan:
         return not any(each.first for each in self.units)
 
     def sums_gradients(self, micro_batches: int, *, accepts_16bit: bool) -> bool:
-        """Whether the optimizer takes fp32 sums, and not the gradients of a step's only micro-batch as made.
-
-        `accepts_16bit`: whether the optimizer takes gradients in 16 bits.
-        """
+        """Whether the optimizer takes fp32 sums, not the gradients of a step's only micro-batch as made."""
         return not (self.mesh.shard_ranks == 1 and micro_batches == 1 and accepts_16bit)
 
     @cached_property
@@ -124,10 +121,7 @@ class CommunicationPlan:
         return sum(residual.nbytes for each in self.units for residual in each.residuals)
 
     def message_room(self, stages: Route) -> int:
-        """Bytes of the largest message that this rank brings to these stages of weights or sums, in any step.
-
-        0 for gathers in a dtype, and without stages.
-        """
+        """Bytes of the largest message that this rank brings to these stages in any step; 0 without codes."""
         if not stages or not stages[0].codes:
             return 0
         numels = [len(each.owned) for each in self.units if stages == each.first]

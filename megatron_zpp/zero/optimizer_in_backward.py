@@ -44,10 +44,7 @@ class StepInBackward:
         gradients.consume = self._step
 
     def begin(self, loss: Tensor, weight: float | None) -> None:
-        """Prepare for the backward of a `loss` (), which is multiplied by its `weight`, if there is one.
-
-        Raises ValueError if the learning rates of the step are not known.
-        """
+        """Prepare for the backward of a `loss` () of this `weight`. Raises ValueError without rates."""
         if self.rates is None:
             raise ValueError("with --optimizer-in-backward call begin_step before each accumulate")
         self._rates, self.rates = self.rates, None

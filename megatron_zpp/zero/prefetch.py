@@ -89,10 +89,7 @@ class Prefetcher:
         return WeightState.GATHERED if self._slots[index].pending is None else WeightState.GATHERING
 
     def changed(self, index: int) -> None:
-        """Unit `index` has new weights: any state -> SHARDED.
-
-        Where they were written into the slot, there is nothing to gather: any state -> GATHERED.
-        """
+        """Unit `index` has new weights: any state -> SHARDED; -> GATHERED where they are in the slot."""
         self._present.discard(index)
         self._allow_reads(index, self.always_gathered)
 
@@ -115,10 +112,7 @@ class Prefetcher:
             self._start(index)
 
     def before_forward(self, place: int) -> None:
-        """Gather the units of a place that is about to compute, and start the next gathers.
-
-        In the backward phase this is a recomputation.
-        """
+        """Gather the units of a place that is about to compute, or compute again; start the next gathers."""
         if self._phase is Phase.FORWARD:
             self._read(self._forward, place)
             return
@@ -147,10 +141,7 @@ class Prefetcher:
         self._read(self._backward, at)
 
     def wait_for_gather_of(self, index: int) -> None:
-        """Let the compute wait for a gather of unit `index` that is under way, if there is one.
-
-        The gather may still be reading what is about to change.
-        """
+        """Let the compute wait for a gather of unit `index`, which may be reading what is about to change."""
         if self._slots[index].holder == index:
             self._wait(index)
 
@@ -162,10 +153,7 @@ class Prefetcher:
             slot.pending = None
 
     def _read(self, order: Sequence[tuple[int, ...]], at: int) -> None:
-        """Gather the units that are read now.
-
-        Start the gathers of those that are read next, up to one whose slot has yet to be read.
-        """
+        """Gather what is read now, and start what is read next, up to a unit whose slot is yet to be read."""
         for index in order[at]:
             self._need(index)
         found, taken = {order[at]}, {self._slots[index] for index in order[at]}

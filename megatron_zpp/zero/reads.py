@@ -115,10 +115,7 @@ def without_inner(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, P
 
 
 def reads_of(units: NamedUnits, recomputed: Sequence[range] = ()) -> Reads:
-    """How passes read the units of a model whose modules in forward order are these.
-
-    A module with other units inside is read while they are.
-    """
+    """How passes read modules in this forward order. One with other units inside is read while they are."""
     numbers: dict[tuple[int, ...], int] = {}
     by_place = tuple(
         tuple(numbers.setdefault(key_of(part), len(numbers)) for part in parts_of(unit)) for _, unit in units

@@ -156,10 +156,7 @@ class UnitPlan:
 
     @property
     def residuals(self) -> tuple[Buffer, ...]:
-        """What codes have lost of gradients: of what this rank sends, and of the sum of its shard.
-
-        Empty without error feedback.
-        """
+        """What codes have lost, with error feedback: of what this rank sends, and of the sum of its shard."""
         if not any(stage.feedback for stage in self.sums):
             return ()
         return tuple(Buffer(len(elements), torch.bfloat16) for elements in (self.owned, self.shard))
