@@ -14,16 +14,8 @@ from itertools import chain, islice
 import torch
 
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.exchange.rooms import (
-    ReductionRooms,
-    lanes,
-    reduction_rooms,
-    widest,
-)
-from megatron_zpp.exchange.route import (
-    Route,
-    nbytes,
-)
+from megatron_zpp.exchange.rooms import ReductionRooms, lanes, reduction_rooms, widest
+from megatron_zpp.exchange.route import Route, nbytes
 from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.placement import Layout
