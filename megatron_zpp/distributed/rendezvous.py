@@ -55,9 +55,8 @@ def rendezvous(
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise option_error(
-            "MASTER_ADDR", address, f"{error.strerror}; give rank 0's host on every rank"
-        ) from None
+        fix = f"{error.strerror}; give rank 0's host on every rank"
+        raise option_error("MASTER_ADDR", address, fix) from None
     launcher_keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if launcher_keeps_store and topology.local_rank == 0 and any(map(_is_of_this_host, found)):
         reserve_connections(os.getppid(), topology.world_size, say)
@@ -247,11 +246,8 @@ def interface_of(address: str) -> str:
 def _host(address: str, port: int, found: list[tuple], topology: Topology) -> dist.Store:
     """Start and return the store on rank 0. Raises ValueError if address or port cannot be used."""
     if not any(map(_is_of_this_host, found)):
-        raise option_error(
-            "MASTER_ADDR",
-            address,
-            f"is not an address of {platform.node()}, where rank 0 runs; must be rank 0's host",
-        )
+        fix = f"is not an address of {platform.node()}, where rank 0 runs; must be rank 0's host"
+        raise option_error("MASTER_ADDR", address, fix)
     try:
         return dist.TCPStore(
             address,
@@ -262,14 +258,10 @@ def _host(address: str, port: int, found: list[tuple], topology: Topology) -> di
             multi_tenant=True,
         )
     except dist.DistError as error:
-        held = (
-            "is held by another program there"
-            if "EADDRINUSE" in str(error)
-            else f"cannot be opened ({error})"
-        )
-        raise option_error(
-            "MASTER_PORT", port, f"{held}: {platform.node()}; give the same free port on every rank"
-        ) from None
+        taken = "EADDRINUSE" in str(error)
+        held = "is held by another program there" if taken else f"cannot be opened ({error})"
+        fix = f"{held}: {platform.node()}; give the same free port on every rank"
+        raise option_error("MASTER_PORT", port, fix) from None
 
 
 def _is_of_this_host(found: tuple) -> bool:
@@ -293,9 +285,8 @@ def _reach(address: str, port: int, topology: Topology, deadline: float, say: Ca
             why = error.strerror or str(error)
         problem = f"rank {topology.rank} on {platform.node()} cannot reach rank 0 at {address}:{port} ({why})"
         if time.monotonic() > deadline:
-            raise option_error(
-                "MASTER_ADDR and MASTER_PORT", (address, port), f"{problem}; is it rank 0's host?"
-            )
+            fix = f"{problem}; is it rank 0's host?"
+            raise option_error("MASTER_ADDR and MASTER_PORT", (address, port), fix)
         patience.wait(problem)
 
 
@@ -310,11 +301,8 @@ def _join(address: str, port: int, deadline: float) -> dist.Store:
     except (RuntimeError, ValueError, TimeoutError) as error:
         text = str(error).split(". Original")[0]
         why = text and f" ({text})"
-        raise option_error(
-            "MASTER_PORT",
-            port,
-            f"the program at {address}:{port} is not this run's store{why}; give all ranks one free port",
-        ) from None
+        fix = f"the program at {address}:{port} is not this run's store{why}; give all ranks one free port"
+        raise option_error("MASTER_PORT", port, fix) from None
 
 
 def _decide(store: dist.Store, verdict: str | None, key: str = "verdict") -> str | None:

@@ -111,17 +111,15 @@ def check_routes(zero: ZeroConfig, mesh: Mesh) -> None:
         return
     flag, format = "--zero-quantized-weights-format", zero.zero_quantized_weights_format
     if mesh.nodes == 1:
-        raise option_error(
-            flag, format, "needs 2 or more nodes; on one node use int8, or omit --zero-quantized-weights"
-        )
+        fix = "needs 2 or more nodes; on one node use int8, or omit --zero-quantized-weights"
+        raise option_error(flag, format, fix)
     if not zero.holds_references(local):
         divisors = [str(size) for size in range(2, local + 1) if local % size == 0]
-        raise option_error(
-            flag,
-            format,
-            f"needs groups inside a node of {local} data ranks, each of which keeps a reference: "
-            f"--zero-hpz-partition-size {', '.join(['auto', *divisors])}; not {zero.zero_hpz_partition_size}",
+        fix = (
+            f"--zero-hpz-partition-size {', '.join(['auto', *divisors])}; not {zero.zero_hpz_partition_size}"
         )
+        what = f"needs groups inside a node of {local} data ranks, each of which keeps a reference"
+        raise option_error(flag, format, f"{what}: {fix}")
 
 
 def weight_route(
