@@ -128,9 +128,7 @@ class JobStore(dist.Store):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Wait for values and return them. Raises ForeignValue."""
-        return [
-            self._checked(key, value) for key, value in zip(keys, self.unsigned.multi_get(keys), strict=True)
-        ]
+        return list(map(self._checked, keys, self.unsigned.multi_get(keys)))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:  # type: ignore[override]
         """Publish a value where there is none (`expected` is ""), and return the one there. See `get`."""

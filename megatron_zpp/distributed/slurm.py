@@ -93,8 +93,7 @@ def first_host(name: str, hosts: str) -> str:
 
 def _is_task(environment: Mapping[str, str]) -> bool:
     """Return whether srun started this process: only then does it have a step and a rank."""
-    step = environment.get("SLURM_STEP_ID", "")
-    if "SLURM_PROCID" not in environment or not step:
+    if "SLURM_PROCID" not in environment or not environment.get("SLURM_STEP_ID"):
         return False
     return _number(environment, "SLURM_STEP_ID") < _NOT_SRUNS
 
