@@ -57,11 +57,9 @@ class Gradients:
         accepts_16bit: bool,
         share: TensorShare = ALONE,
     ) -> None:
-        """`accepts_16bit`: whether the optimizer takes gradients in 16 bits."""
-        plan = communication.plan
-        self._units = [unit for unit in units if not unit.frozen]
-        self._operations = operations
-        self._reductions = {unit: communication.reductions[unit.plan.gradients] for unit in self._units}
+        """`units`: the trained ones. `accepts_16bit`: whether the optimizer takes gradients in 16 bits."""
+        plan, self._units, self._operations = communication.plan, units, operations
+        self._reductions = {unit: communication.reductions[unit.plan.gradients] for unit in units}
         self._slots, self._legs = plan.reduction_slots, communication.legs
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot

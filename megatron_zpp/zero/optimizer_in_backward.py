@@ -32,8 +32,7 @@ class StepInBackward:
     ) -> None:
         self._optimizer, self._gradients, self._prefetcher = optimizer, gradients, prefetcher
         self._clip_grad = clip_grad
-        trained = [unit for unit in units if not unit.frozen]
-        self._numbers = {unit: number for number, unit in enumerate(trained)}  # as the optimizer has them
+        self._numbers = {unit: number for number, unit in enumerate(units)}  # as the optimizer has them
         device = units[0].full.device
         self.rates: Rates | None = None  # of the next backward
         self._rates: Rates | None = None  # of the newest one, until `end`
