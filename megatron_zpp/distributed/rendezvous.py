@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -179,15 +180,12 @@ class _Meeting:
             f"RANK 0: has ended, or did not answer rank {self.topology.rank} on {self.own.host} within "
             f"--distributed-timeout-minutes {self.minutes:g}; see rank 0's output"
         )
-        try:
+        with suppress(dist.DistError):
             store.wait([key], timedelta(seconds=self.left + SAY_AFTER))
             return _parsed(key, store.get(key))
-        except dist.DistError:
-            pass
-        try:
+        verdict: str | None = problem
+        with suppress(dist.DistError):  # the store has ended, and with it what all ranks share
             verdict = _decide(store, problem, key if key == "verdict" else _GAVE_UP)
-        except dist.DistError:  # the store has ended, and with it what all ranks share
-            verdict = problem
         if verdict or key != "verdict":
             raise ValueError(verdict or problem)
         return None
