@@ -18,7 +18,7 @@ from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.reads import order_after
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare, start_replicated_sum
+from megatron_zpp.zero.tensor_parallel import TensorShare, start_replicated_sum
 
 # A 16-bit gradient of so many elements stays where the backward made it:
 STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
@@ -55,7 +55,7 @@ class Gradients:
         operations: Operations,
         *,
         accepts_16bit: bool,
-        share: TensorShare = ALONE,
+        share: TensorShare,
     ) -> None:
         """`units`: the trained ones. `accepts_16bit`: whether the optimizer takes gradients in 16 bits."""
         plan, self._units, self._operations = communication.plan, units, operations
