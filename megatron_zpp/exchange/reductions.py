@@ -123,15 +123,12 @@ class Hop:
 
 
 class Part(NamedTuple):
-    """A chunk of a unit, on its way to `target`: `source` (shards, n) is the input of `hop`.
-
-    Without a hop the nodes exchange it. `lanes`: that of the first hop, whose stream it takes, and of `hop`.
-    """
+    """A chunk of a unit, on its way to `target`."""
 
     target: Target
-    source: Tensor
-    hop: Hop | None
-    lanes: tuple[Lane, Lane]
+    source: Tensor  # (shards, n)
+    hop: Hop | None  # inside the node, with this input; None: the nodes exchange it
+    lanes: tuple[Lane, Lane]  # of the first hop, whose stream it takes, and of `hop`
     first: int  # the number of the first element that this rank sends to other nodes
 
     def sum(self, total: Tensor | None = None) -> Tensor:

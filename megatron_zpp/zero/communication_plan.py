@@ -28,18 +28,16 @@ class CommunicationPlan:
     """How the weights and gradients of this rank's run travel, and the memory that this takes.
 
     `units` and `slots` have an entry for each unit, in forward order. A slot is the buffer that holds a
-    unit's gathered parameters; units with equal slots have equal layouts and take turns. Units with equal
-    `reduction_slots` have one reduction under way at a time. `made` is the format in which a backward makes
-    gradients.
+    unit's gathered parameters; units with equal slots have equal layouts and take turns.
     """
 
     mesh: Mesh
     units: tuple[UnitPlan, ...]
-    made: torch.dtype
+    made: torch.dtype  # in which a backward makes gradients
     copy_engines: bool  # whether these move what ranks of one node send
     prefetch: int  # units gathered ahead of the one that computes
     slots: tuple[int, ...]
-    reduction_slots: tuple[int, ...]
+    reduction_slots: tuple[int, ...]  # units with equal ones have one reduction under way at a time
     reads: Reads
 
     @property

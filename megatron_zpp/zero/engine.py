@@ -341,10 +341,7 @@ class ZeroEngine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """A forward without gradients, which is no part of a step, with all modules in evaluation mode.
-
-        Afterwards those train that did before, and no others.
-        """
+        """A forward without gradients, no part of a step, with all modules in evaluation mode meanwhile."""
         self.weights.encode_changed()
         trained = [module for module in self.model.modules() if module.training]
         self.model.eval()

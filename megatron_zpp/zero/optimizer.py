@@ -97,10 +97,7 @@ Write: TypeAlias = Callable[[Unit, Tensor | None], None]  # `Weights.write`
 
 
 class DeviceOptimizer(Optimizer, Generic[Scalars]):
-    """Steps by an elementwise rule on the device of the gradients, and never waits for it.
-
-    A step of a unit is a loop over the runs of one learning rate in its shard.
-    """
+    """Steps by an elementwise rule on the device of the gradients, and never waits for it."""
 
     def __init__(
         self,

@@ -16,15 +16,11 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Reads:
-    """`units`: the units at each place, in the order of the forward; units are numbered by first place.
+    """The order in which the passes of a model read its units."""
 
-    `recomputed`: ranges of places whose forward is repeated before the backward of their last place.
-    `around`: units that are read while others are, so that they cannot take turns with these.
-    """
-
-    units: tuple[tuple[int, ...], ...]
-    recomputed: tuple[range, ...] = ()
-    around: frozenset[int] = frozenset()
+    units: tuple[tuple[int, ...], ...]  # at each place, as the forward reads them; numbered by first place
+    recomputed: tuple[range, ...] = ()  # places whose forward is repeated before the backward of the last one
+    around: frozenset[int] = frozenset()  # units that are read while others are, and take no turns with them
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
