@@ -72,7 +72,7 @@ class Prefetcher:
             self._allow_reads(index, self.always_gathered)
         self._phase, reads = Phase.FORWARD, plan.reads
         self._forward, self._backward = reads.orders
-        # Where in `_backward` the gradients of a place are made: where it is read for the last time.
+        # Where in `_backward` the gradients of a place are made, its last reading; where it is recomputed.
         self._gradients_at = {place: at for at, place in enumerate(reads.backward)}
         self._recomputed_at = {place: reads.backward.index(place) for place in reads.backward}
         self._first_of = {chunk[-1]: chunk[0] for chunk in reads.recomputed}
@@ -141,7 +141,7 @@ class Prefetcher:
         self._read(self._backward, at)
 
     def wait_for_gather_of(self, index: int) -> None:
-        """Let the compute wait for a gather of unit `index`, which may be reading what is about to change."""
+        """Let the compute wait for a gather of unit `index`, if any: it may read what is about to change."""
         if self._slots[index].holder == index:
             self._wait(index)
 
