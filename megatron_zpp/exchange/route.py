@@ -239,13 +239,15 @@ def chunks(route: Route, shard: int) -> list[range]:
     return [range(start, min(start + size, shard)) for start in range(0, shard, size)]
 
 
-def sent(route: Route, layout: Layout, mesh: Mesh, *, count: Collection[int], held: int = 1) -> SentBytes:
-    """Bytes that this rank sends in those stages of a route whose numbers are in `count`, once each.
+def sent(
+    route: Route, layout: Layout, mesh: Mesh, *, when: Collection[When] = tuple(When), held: int = 1
+) -> SentBytes:
+    """Bytes that this rank sends in the stages of a route that run at these times, once each.
 
     `held`: shards that this rank has of the unit before the first gather, which makes one message of them.
     """
     total, cut, messages = SentBytes(), list[Axis](), 1
-    for at, stage in enumerate(route):
+    for stage in route:
         peers = _peers(mesh, stage.axes, ring=stage.verb != "reduce")
         if stage.verb == "reduce":
             cut += stage.axes
@@ -253,7 +255,7 @@ def sent(route: Route, layout: Layout, mesh: Mesh, *, count: Collection[int], he
         else:
             part = (stage.ranks - 1) * messages * nbytes(stage.format, held * layout.shard_numel)
             messages *= stage.ranks
-        total += peers * part if at in count else SentBytes()
+        total += peers * part if stage.when in when else SentBytes()
     return total
 
 

@@ -174,25 +174,21 @@ class UnitPlan:
     @property
     def brought(self) -> SentBytes:
         """Bytes that this rank sends in `bring`."""
-        return self._sent(range(len(self.bring)))
+        held = len(self.owned) // self.layout.shard_numel
+        return sent(self.bring, self.layout, self.mesh, held=held)
 
     @property
     def filled(self) -> SentBytes:
         """Bytes that this rank sends in `fill`."""
-        return self._sent(range(len(self.bring), len(self.bring) + len(self.fill)))
+        held = len(self.kept_elements or self.owned) // self.layout.shard_numel
+        return sent(self.fill, self.layout, self.mesh, held=held)
 
     def reduced(self, micro_batches: int, *, last: bool) -> SentBytes:
         """Bytes that this rank sends to reduce the unit in one micro-batch, a step's `last` one or not."""
         route = as_made(self.gradients, self.made, micro_batches)
-        when = (When.MICRO_BATCH, When.STEP) if last else (When.MICRO_BATCH,)
-        count = [at for at in range(len(route)) if route[at].when in when]
-        total = sent(route, self.layout, self.mesh, count=count)
-        sums = range(len(self.sums))
-        return total + sent(self.sums, self.layout, self.mesh, count=sums) if last else total
-
-    def _sent(self, count: range) -> SentBytes:
-        held = len(self.owned) // self.layout.shard_numel
-        return sent((*self.bring, *self.fill), self.layout, self.mesh, count=count, held=held)
+        if not last:
+            return sent(route, self.layout, self.mesh, when=(When.MICRO_BATCH,))
+        return sent(route, self.layout, self.mesh) + sent(self.sums, self.layout, self.mesh)
 
 
 def unit_plan(
