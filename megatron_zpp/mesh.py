@@ -43,10 +43,7 @@ class Axis:
         return Axis(self.stride * inner, self.size // inner), Axis(self.stride, inner)
 
     def without(self, other: "Axis") -> "Axis":
-        """The axis of those ranks along this one that have one place along `other`.
-
-        Raises ValueError if they are no axis.
-        """
+        """The ranks of this axis that have one place along `other`. Raises ValueError if they are no axis."""
         end = self.stride * self.size
         first, stop = max(self.stride, other.stride), min(end, other.stride * other.size)
         if first >= stop:
@@ -82,12 +79,10 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """The ranks of the job."""
         return math.prod(self.sizes)
 
     @property
     def node_size(self) -> int:
-        """The ranks of a node."""
         return math.prod(self.sizes[1:])
 
     @property
@@ -97,17 +92,14 @@ class Mesh:
 
     @property
     def local(self) -> Axis:
-        """Data ranks of a node."""
         return Axis(self.context_ranks * self.tensor_ranks, self.local_ranks)
 
     @property
     def context(self) -> Axis:
-        """Ranks of a node that share samples."""
         return Axis(self.tensor_ranks, self.context_ranks)
 
     @property
     def tensor(self) -> Axis:
-        """Ranks of a node that share matrices."""
         return Axis(1, self.tensor_ranks)
 
     @property
@@ -117,7 +109,6 @@ class Mesh:
 
     @property
     def inside_node(self) -> tuple[Axis, ...]:
-        """The ranks of a node."""
         return self.replicas, self.tensor
 
     @property
@@ -178,7 +169,6 @@ class Mesh:
         return tuple(first + sum(step) for step in steps)
 
     def node_of(self, rank: int) -> int:
-        """The node of a rank."""
         return rank // self.node_size
 
     def share_a_node(self, ranks: Iterable[int]) -> bool:

@@ -152,7 +152,6 @@ class Layout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of a shard."""
         codes, wide = self._codes_and_wide
         if not codes:
             return _round_up(-(-wide // self.shards), self.multiple)
@@ -189,7 +188,6 @@ class Layout:
         return codes, sum(size for size, _ in sizes) - codes
 
     def shard(self, mesh: Mesh) -> range:
-        """The elements of a rank's shard."""
         first = mesh.index(*self.axes) * self.shard_numel
         return range(first, first + self.shard_numel)
 

@@ -53,6 +53,7 @@ class Exchange:
         self._looked = False
         self._reported = time.monotonic()
         self._every = min(_REPORT_EVERY, timeout.total_seconds() / 8)
+        self._decision, self._progress = self._key("decision"), self._key(f"progress{COUNTER}")
         self._contributed: list[str] = []
         self._published: set[str] = set()
 
@@ -76,10 +77,7 @@ class Exchange:
         self.put(key, value)
 
     def gather(self, name: str) -> list[Any]:
-        """On rank 0: return the values that all ranks contribute, by rank.
-
-        Raises NoProgress naming the first rank without a value.
-        """
+        """On rank 0: the values of all ranks, by rank. Raises NoProgress naming the first without one."""
         keys = [self._key(f"{name}/{rank}") for rank in range(self.topology.world_size)]
         try:
             return self._get_all(keys)
@@ -119,9 +117,7 @@ class Exchange:
 
     def keys(self) -> set[str]:
         """The keys that this rank has to `forget`: what it published; on rank 0 also those of all ranks."""
-        shared = (
-            {self._key("decision"), self._key(f"progress{COUNTER}")} if self.topology.rank == 0 else set()
-        )
+        shared = {self._decision, self._progress} if self.topology.rank == 0 else set()
         return self._published | shared
 
     def forget(self, keys: Iterable[str]) -> None:
@@ -138,14 +134,14 @@ class Exchange:
         now = time.monotonic()
         if now - self._reported > self._every:
             self._reported = now
-            self._quick_store().add(self._key(f"progress{COUNTER}"), 1)
+            self._quick_store().add(self._progress, 1)
 
     def decide(self, reason: str | None) -> str | None:
         """Abandon the operation for a `reason`, or commit it, for all ranks, if none has decided yet.
 
         Returns the first decision of any rank: None to commit, else the reason.
         """
-        return json.loads(self._store.compare_set(self._key("decision"), "", json.dumps(reason)))
+        return json.loads(self._store.compare_set(self._decision, "", json.dumps(reason)))
 
     def _get_all(self, keys: list[str]) -> list[Any]:
         """Wait for the values of all keys, and return them. NoProgress has the first key without one."""
@@ -170,14 +166,13 @@ class Exchange:
 
     def _look(self, patience: "_Patience") -> None:
         """Raises Abandoned if a rank has abandoned the operation, NoProgress if `patience` is at its end."""
-        store, keys = self._quick_store(), [self._key("decision"), self._key(f"progress{COUNTER}")]
+        store = self._quick_store()
         if not self._looked:
-            store.compare_set(keys[0], "", "")
-            store.add(keys[1], 0)
+            store.compare_set(self._decision, "", "")
+            store.add(self._progress, 0)
             self._looked = True
-        decision, progress = store.multi_get(keys)
-        reason = json.loads(decision) if decision else None
-        if reason is not None:
+        decision, progress = store.multi_get([self._decision, self._progress])
+        if decision and (reason := json.loads(decision)) is not None:
             raise Abandoned(reason)
         patience.see(progress, store)
 

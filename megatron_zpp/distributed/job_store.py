@@ -115,7 +115,6 @@ class JobStore(dist.Store):
         return JobStore(self.unsigned, derived(self.key, f"start {salt}"))
 
     def set(self, key: str, value: str) -> None:
-        """Publish a value."""
         self.unsigned.set(key, self._signed(key, value))
 
     def multi_set(self, keys: list[str], values: list[str]) -> None:
@@ -129,9 +128,7 @@ class JobStore(dist.Store):
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Wait for values and return them. Raises ForeignValue."""
-        return [
-            self._checked(key, value) for key, value in zip(keys, self.unsigned.multi_get(keys), strict=True)
-        ]
+        return list(map(self._checked, keys, self.unsigned.multi_get(keys)))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:  # type: ignore[override]
         """Publish a value where there is none (`expected` is ""), and return the one there. See `get`."""
@@ -147,11 +144,9 @@ class JobStore(dist.Store):
         return self.unsigned.check(keys)
 
     def wait(self, keys: list[str], *timeout: timedelta) -> None:  # type: ignore[override]
-        """Wait until all keys exist."""
         self.unsigned.wait(keys, *timeout)
 
     def delete_key(self, key: str) -> bool:
-        """Delete a value."""
         return self.unsigned.delete_key(key)
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -213,9 +213,8 @@ class Lifelines:
         while not self._silent:
             connection = None
             try:
-                connection = _Connection(
-                    socket.create_connection((address, port), timeout=_CONNECT), seconds=_TICK
-                )
+                connected = socket.create_connection((address, port), timeout=_CONNECT)
+                connection = _Connection(connected, seconds=_TICK)
                 connection.send(self._hello())
                 connection.await_hello(hello_token(self._token, 0), _CONNECT)
             except (OSError, _Closed) as error:

@@ -53,7 +53,9 @@ def read_nccl_settings(
     where NCCL looks, and not $HOME. A file that cannot be read sets nothing, for NCCL neither.
     """
     values = {name: (value, "environment") for name, value in environment.items() if name.startswith("NCCL_")}
-    home = home or _home()
+    if home is None:
+        with suppress(KeyError):  # a container's user may have no entry
+            home = Path(pwd.getpwuid(os.getuid()).pw_dir)
     named = environment.get("NCCL_CONF_FILE")
     users = Path(named) if named else home and home / ".nccl.conf"
     for file in (users, root / "etc/nccl.conf"):
@@ -106,13 +108,6 @@ def other_network(settings: NcclSettings, network: Network) -> str | None:
     if network.active_ports and settings.get("NCCL_IB_DISABLE") in (None, "0"):
         return f"{network.active_ports[0]} is an active port of InfiniBand or RoCE"
     return None
-
-
-def _home() -> Path | None:
-    try:
-        return Path(pwd.getpwuid(os.getuid()).pw_dir)
-    except KeyError:  # a container's user may have no entry
-        return None
 
 
 def _loads(library: str) -> bool:

@@ -59,10 +59,7 @@ class RankReport(NamedTuple):
 def choose_nccl_sockets(
     backend: str, exchange: Exchange, environment: MutableMapping[str, str]
 ) -> SocketChoice:
-    """Choose, alike on all ranks, and set NCCL's variables in `environment`.
-
-    Every rank must call it, before the first communicator exists.
-    """
+    """Choose with all ranks, before the first communicator exists; set NCCL's variables in `environment`."""
     nodes = exchange.topology.nodes
     if backend != "nccl" or nodes == 1:
         return SocketChoice(False)

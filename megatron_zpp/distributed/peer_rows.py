@@ -50,10 +50,7 @@ def can_copy(group: TensorGroup, device: torch.device) -> bool:
 
 
 def allocate(group: TensorGroup, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate the regions and try an exchange, as all ranks of `group` must do.
-
-    Raises RuntimeError or OSError if that fails.
-    """
+    """Allocate the regions and try an exchange, as all ranks must. Raises RuntimeError or OSError."""
     own = torch.zeros(rows, width, dtype=dtype, device=device)
     peers = CopiedRows(group, rows, width, own)
     peers.gather(own)

@@ -35,16 +35,12 @@ def select_device(requested: str, topology: Topology) -> torch.device:
     if count == 0:
         raise option_error("--device", requested, "torch sees no GPU here; use --device cpu")
     if topology.local_world_size > count:
-        raise option_error(
-            "--device",
-            requested,
-            f"{topology.local_world_size} ranks on this node but {count} GPUs; start at most {count}",
-        )
+        fix = f"{topology.local_world_size} ranks on this node but {count} GPUs; start at most {count}"
+        raise option_error("--device", requested, fix)
     return torch.device("cuda", topology.local_rank)
 
 
 def backend_of(device: torch.device) -> str:
-    """The collective library for ranks on a device."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
@@ -73,13 +69,11 @@ def process_group(
         )
     except RuntimeError as error:
         variable = f"{backend.upper()}_SOCKET_IFNAME"
-        rank_address, told = rendezvous.own, os.environ.get(variable, "(not set)")
-        raise option_error(
-            variable,
-            told,
+        fix = (
             f"the ranks share a store, but {backend} cannot connect them ({one_line(error)}); must name the "
             f"interface that nodes use to reach each other: rank {topology.rank} reached the store from "
-            f"{rank_address}",
-        ) from error
+            f"{rendezvous.own}"
+        )
+        raise option_error(variable, os.environ.get(variable, "(not set)"), fix) from error
     yield
     dist.destroy_process_group()  # not after an error: it would wait for ranks that wait for this one

@@ -27,15 +27,12 @@ class RankAddress:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store that all ranks share, the address of this rank, and on rank 0 the addresses of all ranks.
-
-    `lifelines` tell of ranks that end; None for a single rank.
-    """
+    """The store that all ranks share, the address of this rank, and on rank 0 the addresses of all ranks."""
 
     store: dist.Store  # a JobStore, if there are several ranks
     own: RankAddress
     addresses: tuple[RankAddress, ...]
-    lifelines: Lifelines | None = None
+    lifelines: Lifelines | None = None  # they tell of ranks that end; None for a single rank
 
     @classmethod
     def of_one_rank(cls) -> "Rendezvous":

@@ -10,6 +10,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -55,9 +56,8 @@ def rendezvous(
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise option_error(
-            "MASTER_ADDR", address, f"{error.strerror}; give rank 0's host on every rank"
-        ) from None
+        fix = f"{error.strerror}; give rank 0's host on every rank"
+        raise option_error("MASTER_ADDR", address, fix) from None
     launcher_keeps_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if launcher_keeps_store and topology.local_rank == 0 and any(map(_is_of_this_host, found)):
         reserve_connections(os.getppid(), topology.world_size, say)
@@ -180,15 +180,12 @@ class _Meeting:
             f"RANK 0: has ended, or did not answer rank {self.topology.rank} on {self.own.host} within "
             f"--distributed-timeout-minutes {self.minutes:g}; see rank 0's output"
         )
-        try:
+        with suppress(dist.DistError):
             store.wait([key], timedelta(seconds=self.left + SAY_AFTER))
             return _parsed(key, store.get(key))
-        except dist.DistError:
-            pass
-        try:
+        verdict: str | None = problem
+        with suppress(dist.DistError):  # the store has ended, and with it what all ranks share
             verdict = _decide(store, problem, key if key == "verdict" else _GAVE_UP)
-        except dist.DistError:  # the store has ended, and with it what all ranks share
-            verdict = problem
         if verdict or key != "verdict":
             raise ValueError(verdict or problem)
         return None
@@ -247,11 +244,8 @@ def interface_of(address: str) -> str:
 def _host(address: str, port: int, found: list[tuple], topology: Topology) -> dist.Store:
     """Start and return the store on rank 0. Raises ValueError if address or port cannot be used."""
     if not any(map(_is_of_this_host, found)):
-        raise option_error(
-            "MASTER_ADDR",
-            address,
-            f"is not an address of {platform.node()}, where rank 0 runs; must be rank 0's host",
-        )
+        fix = f"is not an address of {platform.node()}, where rank 0 runs; must be rank 0's host"
+        raise option_error("MASTER_ADDR", address, fix)
     try:
         return dist.TCPStore(
             address,
@@ -262,14 +256,10 @@ def _host(address: str, port: int, found: list[tuple], topology: Topology) -> di
             multi_tenant=True,
         )
     except dist.DistError as error:
-        held = (
-            "is held by another program there"
-            if "EADDRINUSE" in str(error)
-            else f"cannot be opened ({error})"
-        )
-        raise option_error(
-            "MASTER_PORT", port, f"{held}: {platform.node()}; give the same free port on every rank"
-        ) from None
+        taken = "EADDRINUSE" in str(error)
+        held = "is held by another program there" if taken else f"cannot be opened ({error})"
+        fix = f"{held}: {platform.node()}; give the same free port on every rank"
+        raise option_error("MASTER_PORT", port, fix) from None
 
 
 def _is_of_this_host(found: tuple) -> bool:
@@ -293,9 +283,8 @@ def _reach(address: str, port: int, topology: Topology, deadline: float, say: Ca
             why = error.strerror or str(error)
         problem = f"rank {topology.rank} on {platform.node()} cannot reach rank 0 at {address}:{port} ({why})"
         if time.monotonic() > deadline:
-            raise option_error(
-                "MASTER_ADDR and MASTER_PORT", (address, port), f"{problem}; is it rank 0's host?"
-            )
+            fix = f"{problem}; is it rank 0's host?"
+            raise option_error("MASTER_ADDR and MASTER_PORT", (address, port), fix)
         patience.wait(problem)
 
 
@@ -310,18 +299,12 @@ def _join(address: str, port: int, deadline: float) -> dist.Store:
     except (RuntimeError, ValueError, TimeoutError) as error:
         text = str(error).split(". Original")[0]
         why = text and f" ({text})"
-        raise option_error(
-            "MASTER_PORT",
-            port,
-            f"the program at {address}:{port} is not this run's store{why}; give all ranks one free port",
-        ) from None
+        fix = f"the program at {address}:{port} is not this run's store{why}; give all ranks one free port"
+        raise option_error("MASTER_PORT", port, fix) from None
 
 
 def _decide(store: dist.Store, verdict: str | None, key: str = "verdict") -> str | None:
-    """Publish how the rendezvous ends: None if all ranks are there, or a problem.
-
-    Returns what counts, the first verdict.
-    """
+    """Publish None if all ranks are there, or a problem. Returns what counts, the first such verdict."""
     if store.check([key]):  # if it is empty, a stranger's, it would be replaced, but others may have read it
         return _parsed(key, store.get(key))
     return _parsed(key, store.compare_set(key, "", json.dumps(verdict)))

@@ -29,7 +29,9 @@ def launcher_variables(environment: Mapping[str, str]) -> Mapping[str, str]:
     if any(name in environment for name in TORCHRUN_VARIABLES):
         port = environment.get(RANKS_PORT)
         return {**environment, "MASTER_PORT": port} if port else environment
-    task = _is_task(environment)
+    # Only a process that srun has started has a step and a rank.
+    in_step = "SLURM_PROCID" in environment and environment.get("SLURM_STEP_ID")
+    task = in_step and _number(environment, "SLURM_STEP_ID") < _NOT_SRUNS
     of_mpi = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")[: 1 if task else 2]  # srun may set the second too
     if started := [name for name in of_mpi if environment.get(name, "1") != "1"]:
         raise ValueError(
@@ -89,14 +91,6 @@ def first_host(name: str, hosts: str) -> str:
     if first is None or hosts[first.end() :][:1] not in ("", ","):
         raise ValueError(f"{name} {hosts!r}: must be a host list such as n[001-003,7],m2")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
-
-
-def _is_task(environment: Mapping[str, str]) -> bool:
-    """Return whether srun started this process: only then does it have a step and a rank."""
-    step = environment.get("SLURM_STEP_ID", "")
-    if "SLURM_PROCID" not in environment or not step:
-        return False
-    return _number(environment, "SLURM_STEP_ID") < _NOT_SRUNS
 
 
 def _tasks_per_node(name: str, layout: str, tasks: int) -> int:

@@ -36,7 +36,6 @@ class Topology:
 
     @property
     def nodes(self) -> int:
-        """The number of nodes."""
         return self.world_size // self.local_world_size
 
     def mesh(self, tensor_ranks: int = 1, context_ranks: int = 1) -> Mesh:

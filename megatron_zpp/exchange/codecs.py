@@ -1,6 +1,5 @@
 """How gradients become messages and sums: block codes, or rotated Lloyd-Max codes."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,8 +11,7 @@ from megatron_zpp.ops.operations import Operations
 from megatron_zpp.ops.signs import Signs
 
 
-@dataclass(frozen=True, eq=False)
-class Rotation:
+class Rotation(NamedTuple):
     """The random signs of a unit in one step, and where its gradient is zero.
 
     Every rank that sends or sums an element must give it the same sign, so elements have numbers that all

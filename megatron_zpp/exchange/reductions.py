@@ -12,7 +12,6 @@ A stage alone runs on its streams in turn. Chunks are those of `route.chunks`.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -53,21 +52,15 @@ class Target(NamedTuple):
         return self._replace(total=self.total[here], feedback=feedback)
 
 
-@dataclass
 class Lane:
     """A stream of a stage with its buffers, in bytes; they have room for the largest chunk of a unit."""
 
-    stream: CommStream
-    sent: Tensor
-    received: Tensor
-    exact: Tensor  # fp32: what is encoded
-    sending: Pending = field(default_factory=Pending)  # the work that reads `sent`
-
-    @classmethod
-    def of(cls, stream: CommStream, room: HopRoom, exact: int = 0) -> "Lane":
-        """A lane with so much room, and for so many exact sums."""
-        sent, received = (stream.zeros(nbytes, torch.uint8) for nbytes in room)
-        return cls(stream, sent, received, stream.zeros(exact, torch.float32))
+    def __init__(self, stream: CommStream, room: HopRoom, exact: int = 0) -> None:
+        """`exact`: for so many sums in fp32."""
+        self.stream = stream
+        self.sent, self.received = (stream.zeros(nbytes, torch.uint8) for nbytes in room)
+        self.exact = stream.zeros(exact, torch.float32)  # what is encoded
+        self.sending = Pending()  # the work that reads `sent`
 
 
 class Hop:
@@ -123,15 +116,12 @@ class Hop:
 
 
 class Part(NamedTuple):
-    """A chunk of a unit, on its way to `target`: `source` (shards, n) is the input of `hop`.
-
-    Without a hop the nodes exchange it. `lanes`: that of the first hop, whose stream it takes, and of `hop`.
-    """
+    """A chunk of a unit, on its way to `target`."""
 
     target: Target
-    source: Tensor
-    hop: Hop | None
-    lanes: tuple[Lane, Lane]
+    source: Tensor  # (shards, n)
+    hop: Hop | None  # inside the node, with this input; None: the nodes exchange it
+    lanes: tuple[Lane, Lane]  # of the first hop, whose stream it takes, and of `hop`
     first: int  # the number of the first element that this rank sends to other nodes
 
     def sum(self, total: Tensor | None = None) -> Tensor:
@@ -173,14 +163,14 @@ class Reduction:
         cuts = [axes_of(route[: at + 1]) for at in range(len(route))]
         hops = [Hop(stage, cut, layouts[0], mesh, operations) for stage, cut in zip(route, cuts, strict=True)]
         self._far = None if rooms.far is None else hops.pop()
-        self._between = deque(Lane.of(stream, rooms.far) for stream in streams[-1] if rooms.far is not None)
+        self._between = deque(Lane(stream, rooms.far) for stream in streams[-1] if rooms.far is not None)
         self._hops, self._fused = hops, fused(route)
         self._chunks = {shard: chunks(route, shard) for shard in {each.shard_numel for each in layouts}}
         self._turns: deque[tuple[Tensor, list[Lane]]] = deque()
         for first in streams[0][: rooms.turns]:
             near = [first, *(lanes[0] for lanes in streams[1:])]
             exact = [rooms.exact, *[0] * len(rooms.near)]  # the first lane has that of the turn
-            lanes_of_turn = list(map(Lane.of, near, rooms.near, exact))
+            lanes_of_turn = list(map(Lane, near, rooms.near, exact))
             self._turns.append((first.zeros(rooms.joined, rooms.dtype), lanes_of_turn))
 
     @property
@@ -189,10 +179,7 @@ class Reduction:
         return self._in_place is not None or len(self._hops) == 1
 
     def reduce(self, sent: Sequence[GradSegment], target: Target) -> Pending:
-        """Sum `sent`, the segments of a whole gradient, over ranks.
-
-        Gradients stay where they are until the sum is waited for.
-        """
+        """Sum `sent`, a whole gradient in segments, which stay where they are until the sum is waited for."""
         if (in_place := self._in_place) is not None:
             total, add, squares, *_ = target
             return self._clearing.submit(lambda: in_place.sum(sent, total, add=add, squares=squares))

@@ -20,7 +20,6 @@ class Buffer(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
         return self.numel * self.dtype.itemsize
 
 
@@ -59,7 +58,6 @@ class ReductionRooms:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
         once = self.joined * self.dtype.itemsize + sum(map(sum, self.near))
         return self.turns * (once + 4 * self.exact) + 2 * sum(self.far or ())
 

@@ -87,7 +87,6 @@ class SentBytes:
 
 
 def axes_of(route: Route) -> tuple[Axis, ...]:
-    """Those of its stages."""
     return tuple(axis for stage in route for axis in stage.axes)
 
 
@@ -112,23 +111,25 @@ def check_routes(zero: ZeroConfig, mesh: Mesh) -> None:
         return
     flag, format = "--zero-quantized-weights-format", zero.zero_quantized_weights_format
     if mesh.nodes == 1:
-        raise option_error(
-            flag, format, "needs 2 or more nodes; on one node use int8, or omit --zero-quantized-weights"
-        )
+        fix = "needs 2 or more nodes; on one node use int8, or omit --zero-quantized-weights"
+        raise option_error(flag, format, fix)
     if not zero.holds_references(local):
         divisors = [str(size) for size in range(2, local + 1) if local % size == 0]
-        raise option_error(
-            flag,
-            format,
-            f"needs groups inside a node of {local} data ranks, each of which keeps a reference: "
-            f"--zero-hpz-partition-size {', '.join(['auto', *divisors])}; not {zero.zero_hpz_partition_size}",
+        fix = (
+            f"--zero-hpz-partition-size {', '.join(['auto', *divisors])}; not {zero.zero_hpz_partition_size}"
         )
+        what = f"needs groups inside a node of {local} data ranks, each of which keeps a reference"
+        raise option_error(flag, format, f"{what}: {fix}")
 
 
-def weight_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequence[Axis]) -> Route:
+def weight_route(
+    zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequence[Axis]
+) -> tuple[Route, Route]:
     """How new weights of a unit reach the slots of all ranks; `dtype` is that of the compute.
 
-    `axes`: those over which the states of the unit are cut, both of its layout or the one inside nodes.
+    Returns the leg that brings what stays on a rank beside the slot, which is empty where nothing stays, and
+    the leg that fills the slot. `axes`: those over which the states of the unit are cut, both of its layout
+    or the one inside nodes.
 
     With hpZ, groups are made of ranks of a node that are evenly spread over it: what the ranks between two of
     them own is contiguous, and is what each of them keeps.
@@ -140,7 +141,7 @@ def weight_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequenc
     use = When.USE if zero.zero_stage == 3 else When.STEP
     if not (differs or (zero.hpz and zero.zero_stage == 3 and len(axes) > 1)):
         stages = [Stage("gather", (axis,), format, use) for axis in reversed(axes)]
-        return _live(stages) or tuple(stages[-1:] if use is When.USE else [])
+        return (), _live(stages) or tuple(stages[-1:] if use is When.USE else [])
     inside, node = axes
     group = inside.size
     if zero.zero_stage == 3:
@@ -148,17 +149,8 @@ def weight_route(zero: ZeroConfig, mesh: Mesh, dtype: torch.dtype, axes: Sequenc
     members, between = inside.cut(inside.size // group)
     verb: Literal["gather", "difference"] = "difference" if differs else "gather"
     kept = [Stage(verb, (axis,), format, When.STEP) for axis in (node, between)]
-    rounded = kept[:1] if kept[0].codes else []  # by one rank too, so that bits are the same
-    return *(_live(kept) or rounded), Stage("gather", (members,), dtype, use)
-
-
-def kept_after(route: Route) -> int:
-    """How many stages of a weight route bring what stays on a rank, beside the slot; 0: nothing stays.
-
-    Those of every step, where others follow at a use; and differences, which change what is there.
-    """
-    early = sum(stage.when is When.STEP for stage in route)
-    return early if early < len(route) else sum(stage.verb == "difference" for stage in route)
+    rounded = tuple(kept[:1]) if kept[0].codes else ()  # by one rank too, so that bits are the same
+    return _live(kept) or rounded, (Stage("gather", (members,), dtype, use),)
 
 
 def gradient_route(
@@ -183,14 +175,10 @@ def gradient_route(
         inside = between = gradient_format(zero)
         if zero.rotates_gradients:
             inside = QuantFormat("int8", GRADIENT_BLOCK)
-    places: Axis = inside_node
-    stages = []
-    if group not in (None, 1, inside_node.size):
-        groups, places = inside_node.cut(group)
-        stages = [Stage("reduce", (groups,), torch.float32, When.STEP)]
+    groups, places = inside_node.cut(inside_node.size if group in (None, 1) else group)
     stages = [
         Stage("reduce", (places,), inside, first),
-        *stages,
+        Stage("reduce", (groups,), torch.float32, When.STEP),
         Stage("reduce", (node,), between, last),
     ]
     if inside_node.size == 1 and not zero.zero_quantized_gradients:
@@ -251,13 +239,15 @@ def chunks(route: Route, shard: int) -> list[range]:
     return [range(start, min(start + size, shard)) for start in range(0, shard, size)]
 
 
-def sent(route: Route, layout: Layout, mesh: Mesh, *, count: Collection[int], held: int = 1) -> SentBytes:
-    """Bytes that this rank sends in those stages of a route whose numbers are in `count`, once each.
+def sent(
+    route: Route, layout: Layout, mesh: Mesh, *, when: Collection[When] = tuple(When), held: int = 1
+) -> SentBytes:
+    """Bytes that this rank sends in the stages of a route that run at these times, once each.
 
     `held`: shards that this rank has of the unit before the first gather, which makes one message of them.
     """
     total, cut, messages = SentBytes(), list[Axis](), 1
-    for at, stage in enumerate(route):
+    for stage in route:
         peers = _peers(mesh, stage.axes, ring=stage.verb != "reduce")
         if stage.verb == "reduce":
             cut += stage.axes
@@ -265,7 +255,7 @@ def sent(route: Route, layout: Layout, mesh: Mesh, *, count: Collection[int], he
         else:
             part = (stage.ranks - 1) * messages * nbytes(stage.format, held * layout.shard_numel)
             messages *= stage.ranks
-        total += peers * part if at in count else SentBytes()
+        total += peers * part if stage.when in when else SentBytes()
     return total
 
 

@@ -219,19 +219,17 @@ class ApexAdamW(Optimizer):
 
     def begin_step(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:
         """See Optimizer.begin_step. All units change here."""
-        if not found_inf.item():
-            self._step(rates[0], divisor)
-
-    def update(self, index: int) -> None:
-        self._write(self._units[index], None)
-
-    def _step(self, learning_rate: float, divisor: Tensor) -> None:
+        if found_inf.item():
+            return
         for unit, part, weight in self._weights:
             weight.grad = unit.gradient[part]
         for group in self._adam.param_groups:
-            group["lr"], group["step"] = learning_rate, int(self.steps.item())
+            group["lr"], group["step"] = rates[0], int(self.steps.item())
             torch._foreach_div_([weight.grad for weight in group["params"]], divisor)
         self._adam.step()
         self.steps += 1
         for _, _, weight in self._weights:
             weight.grad = None  # only the unit decides when the gradient is freed
+
+    def update(self, index: int) -> None:
+        self._write(self._units[index], None)

@@ -15,14 +15,7 @@ from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import ALIGNMENT, SHARD_MULTIPLE, Layout, Placement, Split, within
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.read_guard import ReadGuard
-from megatron_zpp.zero.reads import (
-    NamedUnits,
-    Parameters,
-    distinct,
-    inside,
-    module_of,
-    parts_of,
-)
+from megatron_zpp.zero.reads import NamedUnits, Parameters, distinct, inside, module_of, parts_of
 from megatron_zpp.zero.sharded_unit import Encoded, Residuals, Unit
 from megatron_zpp.zero.unit_plan import UnitPlan
 from megatron_zpp.zero.weight_codes import WeightEncoder

@@ -64,7 +64,6 @@ class Communication:
 
     @property
     def comm_streams(self) -> list[CommStream]:
-        """All streams."""
         return list(chain.from_iterable(self._streams.values()))
 
     def memory(self, stages: Route, buffer: Buffer, at: int = 0) -> Tensor:

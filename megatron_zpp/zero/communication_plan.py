@@ -14,16 +14,8 @@ from itertools import chain, islice
 import torch
 
 from megatron_zpp.config.zero import ZeroConfig
-from megatron_zpp.exchange.rooms import (
-    ReductionRooms,
-    lanes,
-    reduction_rooms,
-    widest,
-)
-from megatron_zpp.exchange.route import (
-    Route,
-    nbytes,
-)
+from megatron_zpp.exchange.rooms import ReductionRooms, lanes, reduction_rooms, widest
+from megatron_zpp.exchange.route import Route, nbytes
 from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.placement import Layout
@@ -36,23 +28,20 @@ class CommunicationPlan:
     """How the weights and gradients of this rank's run travel, and the memory that this takes.
 
     `units` and `slots` have an entry for each unit, in forward order. A slot is the buffer that holds a
-    unit's gathered parameters; units with equal slots have equal layouts and take turns. Units with equal
-    `reduction_slots` have one reduction under way at a time. `made` is the format in which a backward makes
-    gradients.
+    unit's gathered parameters; units with equal slots have equal layouts and take turns.
     """
 
     mesh: Mesh
     units: tuple[UnitPlan, ...]
-    made: torch.dtype
+    made: torch.dtype  # in which a backward makes gradients
     copy_engines: bool  # whether these move what ranks of one node send
     prefetch: int  # units gathered ahead of the one that computes
     slots: tuple[int, ...]
-    reduction_slots: tuple[int, ...]
+    reduction_slots: tuple[int, ...]  # units with equal ones have one reduction under way at a time
     reads: Reads
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Those of all units."""
         return tuple(each.layout for each in self.units)
 
     @cached_property
@@ -79,10 +68,7 @@ class CommunicationPlan:
         return not any(each.first for each in self.units)
 
     def sums_gradients(self, micro_batches: int, *, accepts_16bit: bool) -> bool:
-        """Whether the optimizer takes fp32 sums, and not the gradients of a step's only micro-batch as made.
-
-        `accepts_16bit`: whether the optimizer takes gradients in 16 bits.
-        """
+        """Whether the optimizer takes fp32 sums, not the gradients of a step's only micro-batch as made."""
         return not (self.mesh.shard_ranks == 1 and micro_batches == 1 and accepts_16bit)
 
     @cached_property
@@ -125,10 +111,7 @@ class CommunicationPlan:
         return sum(residual.nbytes for each in self.units for residual in each.residuals)
 
     def message_room(self, stages: Route) -> int:
-        """Bytes of the largest message that this rank brings to these stages of weights or sums, in any step.
-
-        0 for gathers in a dtype, and without stages.
-        """
+        """Bytes of the largest message that this rank brings to these stages in any step; 0 without codes."""
         if not stages or not stages[0].codes:
             return 0
         numels = [len(each.owned) for each in self.units if stages == each.first]

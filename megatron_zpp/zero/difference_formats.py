@@ -79,7 +79,5 @@ class DifferenceFormats:
         self._decided.copy_(torch.tensor(raised))
         self._behind.copy_(self._decided)
         self.measured.zero_()
-        if state is None:
-            return
-        if first_rank:
+        if state is not None and first_rank:
             self.measured.copy_(torch.tensor(state["measured"], dtype=torch.float64))

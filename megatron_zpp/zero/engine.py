@@ -136,8 +136,7 @@ class ZeroEngine:
         self._communication = communication = Communication(plan, stream, sums)
         self.units = build_units(modules, communication, config, device, codes, initialize)
         self.buffers = Buffers(model, initialize, device, mesh, say)
-        self._trained = [index for index, unit in enumerate(self.units) if not unit.frozen]
-        trained = [self.units[index] for index in self._trained]
+        self._trained = trained = [unit for unit in self.units if not unit.frozen]
         for comm_stream in communication.comm_streams:
             comm_stream.ready()
         self.weights = Weights(self.units, communication, sections, codes, sums)
@@ -146,7 +145,7 @@ class ZeroEngine:
         )
         self.states = ModelStates(self.units, self.weights, self._optimizer, mesh)
         accepts_16bit = self._optimizer.accepts_16bit_gradients
-        self._gradients = Gradients(self.units, communication, sums, accepts_16bit=accepts_16bit, share=share)
+        self._gradients = Gradients(trained, communication, sums, accepts_16bit=accepts_16bit, share=share)
         self._sums = StepSums(trained, self._gradients, self.weights, mesh, sections)
         self._exchanges = ExchangeCounter(share.exchanges, self._ledger, mesh, self.plan.made)
         self._hooks = register_hooks(
@@ -161,7 +160,7 @@ class ZeroEngine:
             assert isinstance(self._optimizer, DeviceOptimizer)
             prefetcher, clip_grad = self.weights.prefetcher, config.optimizer.clip_grad
             self._in_backward = StepInBackward(
-                self.units, self._optimizer, self._gradients, prefetcher, clip_grad
+                trained, self._optimizer, self._gradients, prefetcher, clip_grad
             )
         self.iteration = 0  # steps begun so far, with skipped ones; the rotation of gradients depends on it
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
@@ -264,9 +263,9 @@ class ZeroEngine:
             shrink = shrink_of(grad_norm, self._config_of_optimizer.clip_grad)
             self._optimizer.begin_step(rates, divisor * shrink, found_inf)
             self.weights.begin_step()
-            for number, index in enumerate(self._trained):
+            for number, unit in enumerate(self._trained):
                 self._optimizer.update(number)
-                self.weights.updated(index, found_inf)
+                self.weights.updated(unit.number, found_inf)
         self._gradients.end_step(found_inf)
         self.iteration += 1
         self.loss_scale.update(found_inf)
@@ -342,10 +341,7 @@ class ZeroEngine:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """A forward without gradients, which is no part of a step, with all modules in evaluation mode.
-
-        Afterwards those train that did before, and no others.
-        """
+        """A forward without gradients, no part of a step, with all modules in evaluation mode meanwhile."""
         self.weights.encode_changed()
         trained = [module for module in self.model.modules() if module.training]
         self.model.eval()

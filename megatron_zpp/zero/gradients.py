@@ -18,7 +18,7 @@ from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.communication import Communication
 from megatron_zpp.zero.reads import order_after
 from megatron_zpp.zero.sharded_unit import Unit
-from megatron_zpp.zero.tensor_parallel import ALONE, TensorShare, start_replicated_sum
+from megatron_zpp.zero.tensor_parallel import TensorShare, start_replicated_sum
 
 # A 16-bit gradient of so many elements stays where the backward made it:
 STEPPED_THERE = 1 << 23  # a copy would move 32 MiB; without it the norm and AdamW launch more kernels
@@ -55,13 +55,11 @@ class Gradients:
         operations: Operations,
         *,
         accepts_16bit: bool,
-        share: TensorShare = ALONE,
+        share: TensorShare,
     ) -> None:
-        """`accepts_16bit`: whether the optimizer takes gradients in 16 bits."""
-        plan = communication.plan
-        self._units = [unit for unit in units if not unit.frozen]
-        self._operations = operations
-        self._reductions = {unit: communication.reductions[unit.plan.gradients] for unit in self._units}
+        """`units`: the trained ones. `accepts_16bit`: whether the optimizer takes gradients in 16 bits."""
+        plan, self._units, self._operations = communication.plan, units, operations
+        self._reductions = {unit: communication.reductions[unit.plan.gradients] for unit in units}
         self._slots, self._legs = plan.reduction_slots, communication.legs
         self._sums = plan.sums_gradients(1, accepts_16bit=accepts_16bit)
         self._reducing: dict[int, Unit] = {}  # the last unit that was reduced in each slot

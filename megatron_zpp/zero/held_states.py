@@ -10,14 +10,11 @@ MOMENTUM = "momentum_buffer"  # of the matrices that Muon trains, as torch calls
 
 
 class HeldStates(NamedTuple):
-    """Master weights, moments or another of the kinds that checkpoints name.
-
-    `beside` has a byte for each block of numbers, or for each bf16 weight.
-    """
+    """Master weights, moments or another of the kinds that checkpoints name."""
 
     kind: str
     values: Tensor
-    beside: Tensor | None = None
+    beside: Tensor | None = None  # a byte for each block of numbers, or for each bf16 weight
 
     @property
     def is_plain(self) -> bool:

@@ -50,10 +50,7 @@ class LossScale:
         }
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Continue from `state`. A fixed scale remains what the command line says.
-
-        A dynamic scale starts afresh after a run with a fixed one.
-        """
+        """Continue from `state` if both scales are dynamic, else from what the command line says."""
         if self.dynamic and state.get("dynamic", True):
             self.scale.fill_(state["scale"])
             self._clean_steps.fill_(state["clean_steps"])

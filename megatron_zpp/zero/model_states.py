@@ -234,7 +234,6 @@ class ModelStates:
         return int(self._optimizer.steps.item())
 
     def load_optimizer_steps(self, steps: int) -> None:
-        """The inverse of `optimizer_steps`."""
         self._optimizer.steps.fill_(steps)
 
     def difference_formats(self) -> dict[str, Any] | None:

@@ -97,10 +97,7 @@ Write: TypeAlias = Callable[[Unit, Tensor | None], None]  # `Weights.write`
 
 
 class DeviceOptimizer(Optimizer, Generic[Scalars]):
-    """Steps by an elementwise rule on the device of the gradients, and never waits for it.
-
-    A step of a unit is a loop over the runs of one learning rate in its shard.
-    """
+    """Steps by an elementwise rule on the device of the gradients, and never waits for it."""
 
     def __init__(
         self,
@@ -151,10 +148,10 @@ class DeviceOptimizer(Optimizer, Generic[Scalars]):
 
     def update(self, index: int) -> None:
         unit = self._units[index]
-        coded = unit.layout.coded
-        source = None if unit.gathers_from_master or coded else unit.gather_source
+        of_master = unit.gather_source.data_ptr() == unit.master.data_ptr()  # what is gathered is the weights
+        source = None if of_master or unit.layout.coded else unit.gather_source
         self._change(index, unit.grad.segments, source)
-        if coded:
+        if unit.layout.coded:
             self._write(unit, None)
 
     def compute_scalars(self, rates: Rates, divisor: Tensor, found_inf: Tensor) -> None:

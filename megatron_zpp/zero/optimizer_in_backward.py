@@ -32,8 +32,7 @@ class StepInBackward:
     ) -> None:
         self._optimizer, self._gradients, self._prefetcher = optimizer, gradients, prefetcher
         self._clip_grad = clip_grad
-        trained = [unit for unit in units if not unit.frozen]
-        self._numbers = {unit: number for number, unit in enumerate(trained)}  # as the optimizer has them
+        self._numbers = {unit: number for number, unit in enumerate(units)}  # as the optimizer has them
         device = units[0].full.device
         self.rates: Rates | None = None  # of the next backward
         self._rates: Rates | None = None  # of the newest one, until `end`
@@ -44,10 +43,7 @@ class StepInBackward:
         gradients.consume = self._step
 
     def begin(self, loss: Tensor, weight: float | None) -> None:
-        """Prepare for the backward of a `loss` (), which is multiplied by its `weight`, if there is one.
-
-        Raises ValueError if the learning rates of the step are not known.
-        """
+        """Prepare for the backward of a `loss` () of this `weight`. Raises ValueError without rates."""
         if self.rates is None:
             raise ValueError("with --optimizer-in-backward call begin_step before each accumulate")
         self._rates, self.rates = self.rates, None

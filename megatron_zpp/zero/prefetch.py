@@ -72,18 +72,14 @@ class Prefetcher:
             self._allow_reads(index, self.always_gathered)
         self._phase, reads = Phase.FORWARD, plan.reads
         self._forward, self._backward = reads.orders
-        # Where in `_backward` a place is recomputed, and where its gradients are made.
-        self._recomputed_at: dict[int, int] = {}
-        self._gradients_at: dict[int, int] = {}
-        for at, place in enumerate(reads.backward):
-            self._recomputed_at.setdefault(place, at)
-            self._gradients_at[place] = at
+        # Where in `_backward` the gradients of a place are made, its last reading; where it is recomputed.
+        self._gradients_at = {place: at for at, place in enumerate(reads.backward)}
+        self._recomputed_at = {place: reads.backward.index(place) for place in reads.backward}
         self._first_of = {chunk[-1]: chunk[0] for chunk in reads.recomputed}
         self._to_recompute: int | None = None  # the last place of the range that is being recomputed
         self._recomputed: set[int] = set()  # the last places of those that this pass has begun to recompute
 
     def begin(self, phase: Phase) -> None:
-        """Start a pass in this direction."""
         self._phase, self._to_recompute, self._recomputed = phase, None, set()
 
     def weights_of(self, index: int) -> WeightState:
@@ -93,10 +89,7 @@ class Prefetcher:
         return WeightState.GATHERED if self._slots[index].pending is None else WeightState.GATHERING
 
     def changed(self, index: int) -> None:
-        """Unit `index` has new weights: any state -> SHARDED.
-
-        Where they were written into the slot, there is nothing to gather: any state -> GATHERED.
-        """
+        """Unit `index` has new weights: any state -> SHARDED; -> GATHERED where they are in the slot."""
         self._present.discard(index)
         self._allow_reads(index, self.always_gathered)
 
@@ -119,10 +112,7 @@ class Prefetcher:
             self._start(index)
 
     def before_forward(self, place: int) -> None:
-        """Gather the units of a place that is about to compute, and start the next gathers.
-
-        In the backward phase this is a recomputation.
-        """
+        """Gather the units of a place that is about to compute, or compute again; start the next gathers."""
         if self._phase is Phase.FORWARD:
             self._read(self._forward, place)
             return
@@ -151,10 +141,7 @@ class Prefetcher:
         self._read(self._backward, at)
 
     def wait_for_gather_of(self, index: int) -> None:
-        """Let the compute wait for a gather of unit `index` that is under way, if there is one.
-
-        The gather may still be reading what is about to change.
-        """
+        """Let the compute wait for a gather of unit `index`, if any: it may read what is about to change."""
         if self._slots[index].holder == index:
             self._wait(index)
 
@@ -166,10 +153,7 @@ class Prefetcher:
             slot.pending = None
 
     def _read(self, order: Sequence[tuple[int, ...]], at: int) -> None:
-        """Gather the units that are read now.
-
-        Start the gathers of those that are read next, up to one whose slot has yet to be read.
-        """
+        """Gather what is read now, and start what is read next, up to a unit whose slot is yet to be read."""
         for index in order[at]:
             self._need(index)
         found, taken = {order[at]}, {self._slots[index] for index in order[at]}

@@ -16,15 +16,11 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Reads:
-    """`units`: the units at each place, in the order of the forward; units are numbered by first place.
+    """The order in which the passes of a model read its units."""
 
-    `recomputed`: ranges of places whose forward is repeated before the backward of their last place.
-    `around`: units that are read while others are, so that they cannot take turns with these.
-    """
-
-    units: tuple[tuple[int, ...], ...]
-    recomputed: tuple[range, ...] = ()
-    around: frozenset[int] = frozenset()
+    units: tuple[tuple[int, ...], ...]  # at each place, as the forward reads them; numbered by first place
+    recomputed: tuple[range, ...] = ()  # places whose forward is repeated before the backward of the last one
+    around: frozenset[int] = frozenset()  # units that are read while others are, and take no turns with them
 
     @cached_property
     def backward(self) -> tuple[int, ...]:
@@ -45,7 +41,6 @@ class Reads:
 
     @cached_property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """The places of each unit."""
         found: list[list[int]] = [[] for _ in {unit for units in self.units for unit in units}]
         for place, units in enumerate(self.units):
             for unit in units:
@@ -71,7 +66,6 @@ class Part:
             found.add(id(parameter))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of the part."""
         return (parameter for _, parameter in self.named_parameters())
 
 
@@ -117,10 +111,7 @@ def without_inner(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, P
 
 
 def reads_of(units: NamedUnits, recomputed: Sequence[range] = ()) -> Reads:
-    """How passes read the units of a model whose modules in forward order are these.
-
-    A module with other units inside is read while they are.
-    """
+    """How passes read modules in this forward order. One with other units inside is read while they are."""
     numbers: dict[tuple[int, ...], int] = {}
     by_place = tuple(
         tuple(numbers.setdefault(key_of(part), len(numbers)) for part in parts_of(unit)) for _, unit in units

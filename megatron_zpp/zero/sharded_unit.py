@@ -84,7 +84,6 @@ class UnitGradient:
 
     @property
     def state(self) -> GradientState:
-        """How far it has come."""
         if self.pending is not None:
             return GradientState.REDUCING
         if self.segments:
@@ -164,7 +163,6 @@ class Unit:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of the parameters, as the model calls them."""
         return tuple(placement.name for placement in self.layout.placements)
 
     @cached_property
@@ -174,7 +172,6 @@ class Unit:
 
     @property
     def owned(self) -> range:
-        """The elements that this rank's optimizer changes."""
         return self.plan.owned
 
     @property
@@ -199,11 +196,6 @@ class Unit:
         """The gradient that the optimizer takes, where it is in one segment."""
         ((_, flat),) = self.grad.segments
         return flat
-
-    @property
-    def gathers_from_master(self) -> bool:
-        """Whether the compute reads the master weights themselves (fp32)."""
-        return self.gather_source.data_ptr() == self.master.data_ptr()
 
     @property
     def reads_master(self) -> bool:

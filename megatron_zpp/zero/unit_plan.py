@@ -14,7 +14,6 @@ from megatron_zpp.exchange.route import (
     as_made,
     axes_of,
     gradient_route,
-    kept_after,
     nbytes,
     sent,
     sum_route,
@@ -157,17 +156,13 @@ class UnitPlan:
 
     @property
     def residuals(self) -> tuple[Buffer, ...]:
-        """What codes have lost of gradients: of what this rank sends, and of the sum of its shard.
-
-        Empty without error feedback.
-        """
+        """What codes have lost, with error feedback: of what this rank sends, and of the sum of its shard."""
         if not any(stage.feedback for stage in self.sums):
             return ()
         return tuple(Buffer(len(elements), torch.bfloat16) for elements in (self.owned, self.shard))
 
     @property
     def slot(self) -> Buffer:
-        """The memory of a slot."""
         return Buffer(self.layout.numel, self.dtype)
 
     @property
@@ -179,25 +174,21 @@ class UnitPlan:
     @property
     def brought(self) -> SentBytes:
         """Bytes that this rank sends in `bring`."""
-        return self._sent(range(len(self.bring)))
+        held = len(self.owned) // self.layout.shard_numel
+        return sent(self.bring, self.layout, self.mesh, held=held)
 
     @property
     def filled(self) -> SentBytes:
         """Bytes that this rank sends in `fill`."""
-        return self._sent(range(len(self.bring), len(self.bring) + len(self.fill)))
+        held = len(self.kept_elements or self.owned) // self.layout.shard_numel
+        return sent(self.fill, self.layout, self.mesh, held=held)
 
     def reduced(self, micro_batches: int, *, last: bool) -> SentBytes:
         """Bytes that this rank sends to reduce the unit in one micro-batch, a step's `last` one or not."""
         route = as_made(self.gradients, self.made, micro_batches)
-        when = (When.MICRO_BATCH, When.STEP) if last else (When.MICRO_BATCH,)
-        count = [at for at in range(len(route)) if route[at].when in when]
-        total = sent(route, self.layout, self.mesh, count=count)
-        sums = range(len(self.sums))
-        return total + sent(self.sums, self.layout, self.mesh, count=sums) if last else total
-
-    def _sent(self, count: range) -> SentBytes:
-        held = len(self.owned) // self.layout.shard_numel
-        return sent((*self.bring, *self.fill), self.layout, self.mesh, count=count, held=held)
+        if not last:
+            return sent(route, self.layout, self.mesh, when=(When.MICRO_BATCH,))
+        return sent(route, self.layout, self.mesh) + sent(self.sums, self.layout, self.mesh)
 
 
 def unit_plan(
@@ -223,13 +214,9 @@ def unit_plan(
     dtype = torch.uint8 if layout.coded else compute_dtype
     if layout.coded and not zero.sends_differences:  # codes travel as they are
         zero = replace(zero, zero_quantized_weights=False)
-    route = weight_route(zero, mesh, dtype, axes)
-    kept = kept_after(route)
-    for leg in (route[:kept], route[kept:]):  # whose stages run one after the other
-        assert len({(stage.verb, stage.format, stage.when) for stage in leg}) <= 1, route
+    bring, fill = weight_route(zero, mesh, dtype, axes)
     others = layout.axes[len(axes) :]
     sums = sum_route(zero, axes, others, of_matrices=bool(layout.hull(of_matrices=True)))
-    bring, fill = route[:kept], route[kept:]
     return UnitPlan(
         layout, mesh, axes, compute_dtype, gradient_dtype, gradients, sums, bring, fill, dtype, in_turn
     )

@@ -159,23 +159,23 @@ class Weights:
         Every rank must call it, and all get the same answer. It waits for the device, and brings references
         that no pass has read yet.
         """
-        units = [index for index, unit in enumerate(self._units) if unit.message is not None]
-        for index in units:
-            if index in self._due:
-                self._bring(index)
-            self.wait_for_brought(index)
-        digests = torch.stack([_digest(self._units[index].reference) for index in units])  # (units,)
+        units = [unit for unit in self._units if unit.message is not None]
+        for unit in units:
+            if unit.number in self._due:
+                self._bring(unit.number)
+            self.wait_for_brought(unit.number)
+        digests = torch.stack([_digest(unit.reference) for unit in units])  # (units,)
         found = [torch.empty_like(digests) for _ in range(self._mesh.world_size)]
         dist.all_gather(found, digests)
         by_rank = torch.stack(found).cpu()
-        plans = {self._units[index].plan.bring: self._units[index].plan for index in units}
+        plans = {unit.plan.bring: unit.plan for unit in units}
         holders_of = {bring: plan.holders for bring, plan in plans.items()}
-        for number, digest in enumerate(by_rank.T):
-            holders = holders_of[self._units[units[number]].plan.bring]
+        for unit, digest in zip(units, by_rank.T, strict=True):
+            holders = holders_of[unit.plan.bring]
             ranks = [rank for rank, holder in enumerate(holders) if digest[rank] != digest[holder]]
             if ranks:
-                name = self._units[units[number]].names[0].rsplit(".", 1)[0]
-                return f"unit {number} (with {name}) on ranks {', '.join(map(str, ranks))}"
+                name = unit.names[0].rsplit(".", 1)[0]
+                return f"unit {unit.number} (with {name}) on ranks {', '.join(map(str, ranks))}"
         return None
 
     def wait_for_brought(self, index: int) -> None:

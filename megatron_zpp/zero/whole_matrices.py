@@ -37,7 +37,6 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
         return len(self.rows), self.placement.shape[1]
 
     @property
@@ -77,7 +76,6 @@ def _senders(matrix: Matrix, weights: UnitPlan, mesh: Mesh, owner: int) -> list[
 
 
 def matrices_of(unit: int, layout: Layout) -> list[Matrix]:
-    """The matrices of a unit."""
     found = []
     for placement in layout.placements:
         start = 0
