@@ -28,7 +28,7 @@ from megatron_zpp.zero import newton_schulz as newton_schulz_steps
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.whole_matrices import Round, balanced, rounds
 from tests.checkpoint.saving import TOKENIZER, save
-from tests.support import run
+from tests.support import nightly, run
 from tests.zero import engines
 from tests.zero.engines import model_of, operations, states_of, weights_of
 from tests.zero.ranks import on_ranks
@@ -194,7 +194,7 @@ def updated(topology: Topology) -> list[dict[str, list]]:
     return [found(topology, {"zero_stage": stage}, stage == 2, beta2=beta2) for stage, beta2 in UPDATES]
 
 
-@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "per_node"), [(1, 1), (2, 2), (4, 2), nightly(8, 2), nightly(8, 1)])
 def test_updates_are_those_of_float64(ranks: int, per_node: int) -> None:
     for rank in on_ranks(ranks, updated, ranks_per_node=per_node):
         for (stage, beta2), weights in zip(UPDATES, rank, strict=True):
@@ -513,6 +513,7 @@ def test_ranks_of_a_node_have_equal_work(layers: int, hidden: int, ranks: int) -
         ),
         axes=(Axis(1, ranks),),
     )
+    assert layout.numel <= 1.05 * sum(math.prod(each.shape) for each in layout.placements)
     slowest = total = 0.0
     for work in rounds([layout] * layers, ranks):
         costs = [matrix.cost for matrix in work]
@@ -559,9 +560,13 @@ def trained_gpt(topology: Topology, tensor: int, stage: int) -> list[dict[str, l
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_matrices_that_tensor_ranks_share_come_together_whole(stage: int) -> None:
-    """Runs of rows and columns, on two data ranks of two tensor ranks; rounding aside as on one rank."""
+    """Runs of rows and columns, on two data ranks of two tensor ranks; rounding aside as on one rank.
+
+    AdamW's biases differ more: gradients of the keys' are nothing but rounding, which it makes large.
+    """
     before, after = trained_gpt(Topology(), 1, 0)
     for _, found in on_ranks(4, trained_gpt, 2, stage):
         for name, weight in after.items():
-            moved = torch.tensor(weight) - torch.tensor(before[name])
-            assert (torch.tensor(found[name]) - torch.tensor(weight)).norm() < 0.01 * moved.norm(), name
+            new, bound = torch.tensor(weight), 1e-3 if name.endswith("bias") else 1e-5
+            moved = new - torch.tensor(before[name])
+            assert (torch.tensor(found[name]) - new).norm() < bound * moved.norm(), name
