@@ -137,3 +137,32 @@ def test_groups_are_numbers_or_words_in_python_too() -> None:
         assert zero.zero_hpz_partition_size == zero.zero_gradient_partition_size == text
     with pytest.raises(ValueError, match=r"^--zero-hpz-partition-size 2\.5: must be a whole number of "):
         ZeroConfig(zero_stage=3, zero_hpz_partition_size=2.5)
+
+
+ISLAND = "--islands-at hub:29400 --island west --island-names west east --island-secret secret".split()
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--outer-interval 10", "--outer-interval 10: needs --islands-at"),
+        ("--island west", "--island west: needs --islands-at"),
+        ("--islands-at hub", "--islands-at hub: must be HOST:PORT"),
+        ("--islands-at hub:70000", "--islands-at hub:70000: must be HOST:PORT"),
+        ("--islands-at hub:29400", "--island-names (not given): give the names of all islands"),
+        ((*ISLAND, "--island-names", "west", "west"), "--island-names west west: give the names of all"),
+        ((*ISLAND, "--island-names", "west", "a/b"), "--island-names west a/b: 'a/b' may have only letters"),
+        ((*ISLAND, "--island", "north"), "--island north: must be one of --island-names west east"),
+        (ISLAND[:-2], "--island-secret (not given): give a file"),
+        ((*ISLAND, "--outer-overlap", "30"), "--outer-overlap 30: must be below --outer-interval 30"),
+        ((*ISLAND, "--outer-lr", "0"), "--outer-lr 0.0: must be above 0"),
+        ((*ISLAND, "--outer-momentum", "1"), "--outer-momentum 1.0: must be below 1"),
+        ((*ISLAND, "--train-tokens", "64"), "--train-tokens 64: contradicts --islands-at"),
+        ((*ISLAND, "--save", "x", "--no-save-optim"), "--no-save-optim (given): contradicts --islands-at"),
+    ],
+)
+def test_an_island_is_refused_what_it_cannot_obey(flags: str | tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse(*(flags.split() if isinstance(flags, str) else flags))
+    assert str(error.value).startswith(said)
+    assert parse(*ISLAND).islands.number == 0
