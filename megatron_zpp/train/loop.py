@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -21,6 +22,7 @@ from megatron_zpp.train.steps.stopping import Ending, Stop, StopConditions
 from megatron_zpp.zero.engine import Batch, StepResult
 
 if TYPE_CHECKING:
+    from megatron_zpp.islands.islands import Islands
     from megatron_zpp.reporting.profile import StepProfiler
     from megatron_zpp.train.saving.saver import Saver
 
@@ -45,8 +47,9 @@ def train(run: Run) -> Ending:
 class Trainer:
     """Takes the steps of a run, and evaluates, logs and saves between them. Read `run` first."""
 
-    # Of runs with --save, --sample-prompt and --profile, which alone import them
+    # Of runs with --save, --islands-at, --sample-prompt and --profile, which alone import them
     _saver: "Saver | None" = None
+    _islands: "Islands | None" = None
     _write_texts: Callable[[], list[str]] | None = None
     _profiler: "StepProfiler | None" = None
 
@@ -60,6 +63,18 @@ class Trainer:
 
             self._saver = Saver(run)
         self._stops = StopConditions(config.training, engine, ranks.signals, ranks.lease)
+        if run.outer is not None:
+            from megatron_zpp.islands.islands import Islands
+
+            self._islands = Islands(
+                config.islands,
+                run.outer,
+                engine,
+                config.training.seed,
+                say=self._reporter.say,
+                now=lambda text: self._activity.now(text, patient=True),
+                check_stop=self._stops.between_rounds,
+            )
         prompts = config.evaluation.sample_prompt
         if prompts is not None:
             from megatron_zpp.train.steps.sampled_text import text_writer
@@ -94,6 +109,8 @@ class Trainer:
         finally:
             if self._profiler:
                 self._profiler.discard()
+            if self._islands is not None:
+                self._islands.close(ended=self.progress.iteration >= self._schedule.iterations)
 
     def _run(self) -> Stop | None:
         try:
@@ -125,6 +142,9 @@ class Trainer:
 
     def _train(self) -> None:
         """Take the remaining steps. Raises Stop between two of them or during an evaluation."""
+        if self._islands is not None:
+            self.progress = self._islands.start(self.progress)
+            self._end_exchange(self._islands)
         if self.progress.iteration == 0 or self.progress.evaluation_due:
             self._evaluate("valid")
         first = self.progress.iteration + 1
@@ -143,6 +163,9 @@ class Trainer:
                 self._log.watch.resume()
                 with self._engine.sections(STEP):
                     result = self._step(batches)
+                    if self._islands is not None:
+                        self.progress = self._islands.begin(self.progress)
+                        self._end_exchange(self._islands)
                 last = self.progress.iteration == self._schedule.iterations
                 if last or self.progress.iteration % self._config.logging.log_interval == 0:
                     self._log.interval(self.progress)
@@ -159,6 +182,11 @@ class Trainer:
                         self._save()
                 self._stops.after_step(self.progress.iteration, result, last=last)
         self._stops.at_the_end()
+
+    def _end_exchange(self, islands: "Islands") -> None:
+        last = self.progress.iteration >= self._schedule.iterations
+        self.progress = islands.end(self.progress, last=last)
+        self._log.more = islands.record
 
     def _save(self) -> None:
         self._count_if_skipped()
@@ -272,13 +300,14 @@ class Trainer:
 
         # After the last step every start evaluates anyway.
         self.progress = replace(self.progress, evaluation_due=iteration < self._schedule.iterations)
-        loss = evaluate(
-            self._engine,
-            samples,
-            count=count,
-            micro_batch_size=batches.micro_batch_size,
-            before_round=before_round,
-        )
+        with nullcontext() if self._islands is None else self._islands.averaged(self.progress):
+            loss = evaluate(
+                self._engine,
+                samples,
+                count=count,
+                micro_batch_size=batches.micro_batch_size,
+                before_round=before_round,
+            )
         self._evaluated[split] = iteration
         self.progress = replace(self.progress, evaluation_due=False)
         self._reporter.evaluation(self.progress, split, loss, last=last)

@@ -1,0 +1,200 @@
+"""An island in its run: when it exchanges, what it waits for, and how it comes back."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_zpp.checkpoint.progress import Progress
+from megatron_zpp.config.islands import IslandsConfig
+from megatron_zpp.config.options import option_error
+from megatron_zpp.config.words import decimal_bytes
+from megatron_zpp.islands.link import Link, Outcome
+from megatron_zpp.islands.outer_state import OuterState
+from megatron_zpp.zero.engine import ZeroEngine
+
+_POLL = 0.1  # seconds between two looks at what is waited for, in which all ranks take part
+_Result = TypeVar("_Result")
+
+
+class Islands:
+    """Takes the outer steps of a run. All ranks make the same calls.
+
+    With an interval of H steps, outer step t begins after iteration (t + 1) · H. Its result is taken at once,
+    or with --outer-overlap some steps later. An island that was left out of it takes the outer steps that it
+    missed, and goes on at the iteration where the others are.
+    """
+
+    def __init__(
+        self,
+        config: IslandsConfig,
+        state: OuterState,
+        engine: ZeroEngine,
+        seed: int,
+        *,
+        say: Callable[[str], None],
+        now: Callable[[str], None],
+        check_stop: Callable[[], None],
+    ) -> None:
+        """`now` says what is waited for. `check_stop` raises, on all ranks, if the run has to end."""
+        self._config, self._state, self._engine = config, state, engine
+        self._say, self._now, self._check_stop = say, now, check_stop
+        assert config.islands_at is not None
+        assert config.island is not None
+        assert config.island_secret is not None
+        self._island, topology = config.island, engine.topology
+        self._link = Link(
+            config.islands_at,
+            Path(config.island_secret).read_bytes().strip(),
+            island=config.island,
+            rank=topology.rank,
+            ranks=topology.world_size,
+            layout=state.layout,
+            settings=_settings(config, engine, seed),
+            say=say if topology.rank == 0 else lambda line: None,
+        )
+        self._under_way: Future[Outcome] | None = None
+        self._began = self._ended = 0.0
+        self._totals = [0, 0]  # bytes that all ranks had sent and received at the newest outer step
+        self.record: dict[str, Any] = {}  # of the newest outer step, for the log
+
+    def start(self, progress: Progress) -> Progress:
+        """Join the other islands; returns where this one goes on."""
+        interval, newest, step = self._config.outer_interval, self._newest(), self._next(progress)
+        if newest >= step + progress.exchange_due:
+            return self._catch_up(progress)
+        if progress.exchange_due:
+            if progress.iteration % interval and not self._config.outer_overlap:
+                fix = "an exchange of the checkpoint is under way; give what it was saved with"
+                raise option_error("--outer-overlap", 0, fix)
+            self._leave(step, again=True)
+        return progress
+
+    def begin(self, progress: Progress) -> Progress:
+        """Begin an exchange, if one is due after this iteration."""
+        if progress.iteration % self._config.outer_interval:
+            return progress
+        self._leave(progress.iteration // self._config.outer_interval - 1)
+        return replace(progress, exchange_due=True)
+
+    def end(self, progress: Progress, *, last: bool) -> Progress:
+        """Take the result of the exchange under way, if it is due; returns where this island goes on."""
+        interval, overlap = self._config.outer_interval, self._config.outer_overlap
+        if not progress.exchange_due or (progress.iteration % interval < overlap and not last):
+            return progress
+        assert self._under_way is not None
+        started, step = time.monotonic(), self._next(progress)
+        outcome = self._wait(self._under_way, f"outer step {step}")
+        if self._island not in outcome.members:
+            return self._catch_up(progress)
+        waited = time.monotonic() - started
+        self._state.arrive(step, outcome.members, outcome.frames, self._island)
+        self._log(step, outcome.members, waited)
+        return replace(progress, exchange_due=False)
+
+    def averaged(self, progress: Progress) -> AbstractContextManager[None]:
+        """Have the outer weights in the block, which all islands have, for an evaluation."""
+        if progress.iteration % self._config.outer_interval == 0 and not progress.exchange_due:
+            return nullcontext()  # they are the weights
+        return self._state.averaged()
+
+    def close(self, *, ended: bool) -> None:
+        """Leave the hub; `ended`: this island has taken all of its steps."""
+        self._link.close(ended=ended)
+
+    def _next(self, progress: Progress) -> int:
+        """The first outer step whose result this island has not taken."""
+        return progress.iteration // self._config.outer_interval - progress.exchange_due
+
+    def _leave(self, step: int, *, again: bool = False) -> None:
+        frames = self._state.leave(step, again=again)
+        self._began = time.monotonic()
+        self._under_way = self._link.exchange(
+            step, [frame.numpy() for frame in frames], self._state.wanted.choose
+        )
+        self._under_way.add_done_callback(self._note_end)
+
+    def _note_end(self, exchange: Future[Outcome]) -> None:
+        self._ended = time.monotonic()
+
+    def _catch_up(self, progress: Progress) -> Progress:
+        """Take all outer steps that others have taken without this island."""
+        step, first = self._next(progress), progress.iteration
+        began = time.monotonic()
+        while (newest := self._newest()) >= step:
+            for missed in range(step, newest + 1):
+                what = f"outer step {missed}, which this island missed"
+                outcome = self._wait(self._link.past(missed, self._state.wanted.choose), what)
+                self._state.replay(missed, outcome.members, outcome.frames)
+            step = newest + 1
+        self._state.give_up()
+        iteration = self._engine.iteration = step * self._config.outer_interval
+        self._say(
+            f" outer steps up to {step - 1} were taken without this island: from iteration {first} it goes on "
+            f"at {iteration} with their weights, after {time.monotonic() - began:.1f} s"
+        )
+        return replace(progress, iteration=iteration, exchange_due=False)
+
+    def _newest(self) -> int:
+        """The newest outer step that the hub has closed, -1 if there is none: the same on all ranks."""
+        newest: Future[tuple[int, int] | None] = Future()
+        if self._engine.topology.rank == 0:
+            newest = self._link.newest()
+        else:
+            newest.set_result(None)
+        found = self._wait(newest, "the hub")
+        own = 0 if found is None else found[1] + 1
+        return int(self._engine.sum_over_ranks(torch.tensor(own, device=self._engine.device)).item()) - 1
+
+    def _wait(self, future: Future[_Result], what: str) -> _Result:
+        """Wait until all ranks have a result, or the run has to end."""
+        self._now(f"waits for {what}")
+        while True:
+            with suppress(NotYet):
+                future.exception(_POLL)
+            waiting = torch.tensor(float(not future.done()), device=self._engine.device)
+            if not self._engine.sum_over_ranks(waiting).item():
+                return future.result()
+            self._check_stop()
+
+    def _log(self, step: int, members: Sequence[str], waited: float) -> None:
+        """Keep the figures of an outer step for the log, of all ranks together, and say them."""
+        counted = torch.tensor([self._link.sent_bytes, self._link.received_bytes], device=self._engine.device)
+        totals = self._engine.sum_over_ranks(counted).tolist()
+        sent, received = (now - before for now, before in zip(totals, self._totals, strict=True))
+        seconds, self._totals = self._ended - self._began, totals
+        self.record = {
+            "outer_step": step,
+            "islands": len(members),
+            "outer_sent_bytes": sent,
+            "outer_received_bytes": received,
+            "outer_seconds": seconds,
+            "outer_wait_seconds": waited,
+        }
+        self._say(
+            f" outer step {step} of {', '.join(members)}: {decimal_bytes(sent)} sent, {decimal_bytes(received)} "
+            f"received in {seconds:.1f} s, of which the training waited {waited:.1f} s"
+        )
+
+
+def _settings(config: IslandsConfig, engine: ZeroEngine, seed: int) -> dict[str, Any]:
+    """What must be the same for all islands."""
+    shapes = {each.name: each.shape for unit in engine.units for each in unit.layout.placements}
+    digest = hashlib.blake2b(json.dumps(sorted(shapes.items())).encode(), digest_size=8).hexdigest()
+    return {
+        "--island-names": list(config.island_names or ()),
+        "--outer-interval": config.outer_interval,
+        "--outer-lr": config.outer_lr,
+        "--outer-momentum": config.outer_momentum,
+        "--outer-format": config.outer_format,
+        "--seed": seed,
+        "parameters": f"{len(shapes)} of shapes {digest}",
+    }
