@@ -138,8 +138,8 @@ class Islands:
         self._state.give_up()
         iteration = self._engine.iteration = step * self._config.outer_interval
         self._say(
-            f" outer steps up to {step - 1} were taken without this island: from iteration {first} it goes on "
-            f"at {iteration} with their weights, after {time.monotonic() - began:.1f} s"
+            f" outer steps up to {step - 1} were taken without this island, which goes on from them: "
+            f"iteration {first} becomes {iteration}, after {time.monotonic() - began:.1f} s"
         )
         return replace(progress, iteration=iteration, exchange_due=False)
 
@@ -179,9 +179,10 @@ class Islands:
             "outer_seconds": seconds,
             "outer_wait_seconds": waited,
         }
+        traffic = f"{decimal_bytes(sent)} sent, {decimal_bytes(received)} received"
         self._say(
-            f" outer step {step} of {', '.join(members)}: {decimal_bytes(sent)} sent, {decimal_bytes(received)} "
-            f"received in {seconds:.1f} s, of which the training waited {waited:.1f} s"
+            f" outer step {step} of {', '.join(members)}: {traffic} in {seconds:.1f} s, "
+            f"of which the training waited {waited:.1f} s"
         )
 
 
