@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Box, Layout
 
-CHUNK = 1 << 22  # elements: whole quantisation blocks
+CHUNK = 1 << 20  # elements: whole quantisation blocks
 
 Sides = tuple[range, ...]  # a box, by dimension; unlike slices, ranges have a hash
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -51,12 +52,14 @@ class Islands:
         assert config.island is not None
         assert config.island_secret is not None
         self._island, topology = config.island, engine.topology
+        start = torch.tensor(secrets.randbits(62) * (topology.rank == 0), device=engine.device)
         self._link = Link(
             config.islands_at,
             Path(config.island_secret).read_bytes().strip(),
             island=config.island,
             rank=topology.rank,
             ranks=topology.world_size,
+            start=str(engine.sum_over_ranks(start).item()),
             layout=state.layout,
             settings=_settings(config, engine, seed),
             say=say if topology.rank == 0 else lambda line: None,

@@ -141,7 +141,7 @@ class OuterState:
 
         `received` has the frames of the other members. The weights may have moved on since `leave`.
         """
-        found = dict(received) | {island: self._encoded}
+        found = {island: self._encoded} | dict(received)
         self._step(step, [found[member] for member in members])
         for residual, rounded in zip(self._residuals, self._rounded, strict=True):
             residual.copy_(rounded)
