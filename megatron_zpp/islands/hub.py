@@ -175,7 +175,7 @@ class Hub:
             own, other = (_shown(each, flag) for each in (settings, known))
             if own != other:
                 raise HubRefused(
-                    f"{flag} {own}: island {name} has this, and {first}, the first one, {other}; "
+                    f"{flag} {own}: of island {name}, but {first} began the log with {other}; "
                     "give all islands the same"
                 )
 

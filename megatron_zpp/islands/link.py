@@ -94,7 +94,7 @@ class Link:
         self._traffic = Traffic()
         self._tasks: queue.Queue[_Task] = queue.Queue()
         self._wire: Wire | None = None
-        self._refusal: HubRefused | None = None
+        self._refusal = ""  # of all requests
         self._closed = threading.Event()
         self._losses, self._told = 0, False
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
@@ -208,7 +208,7 @@ class Link:
     def _connect(self) -> Wire:
         """Return the connection, after making one if there is none. Raises HubRefused, OSError, EOFError."""
         if self._refusal:
-            raise self._refusal
+            raise HubRefused(self._refusal)
         if self._wire:
             return self._wire
         connected = socket.create_connection(self._place, timeout=_CONNECT)
@@ -219,12 +219,12 @@ class Link:
                 wire.send_text(self._layout)
             _answer(wire)
         except AuthenticationError:
-            self._refusal = HubRefused(f"--island-secret: the hub at {self._address} has another secret")
+            self._refusal = f"--island-secret: the hub at {self._address} has another secret"
         except HubRefused as refusal:
-            self._refusal = refusal
+            self._refusal = str(refusal)
         if self._refusal:
             self._drop()
-            raise self._refusal
+            raise HubRefused(self._refusal)
         return wire
 
     def _reached(self) -> None:
