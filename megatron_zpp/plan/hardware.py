@@ -61,7 +61,7 @@ class Machine:
 
     `link` is the rate of a node with all its communicators together. `gather` and `exchange` bound the
     communicator of the all-gathers and that of the reductions, for links that one communicator cannot
-    saturate, such as NCCL over sockets.
+    saturate, such as NCCL over sockets. `island_mbit` is the rate of an island to the hub, in Mbit/s.
     """
 
     flops: float
@@ -70,6 +70,7 @@ class Machine:
     link: float
     gather: float = float("inf")
     exchange: float = float("inf")
+    island_mbit: float | None = None
 
 
 def machine(config: PlanConfig, dtype: str, nodes: int = 1) -> Machine:
@@ -81,7 +82,7 @@ def machine(config: PlanConfig, dtype: str, nodes: int = 1) -> Machine:
     gpu, link = GPUS[config.plan_gpu], config.link_of(nodes)
     if peak_tflops(gpu.name, dtype) is None:
         raise option_error("--plan-gpu", config.plan_gpu, f"does not compute in {dtype}; add --fp16")
-    return rates_of(gpu, dtype, link)
+    return replace(rates_of(gpu, dtype, link), island_mbit=config.plan_island_mbit)
 
 
 def rates_of(gpu: Gpu, dtype: str, link_gbit: float) -> Machine:

@@ -34,6 +34,10 @@ def report(job: Job, gpu: Gpu, machine: Machine, iterations: int, samples: int) 
         plans.append(found.best)
     lines = [*_head(found.run, gpu, iterations, tokens), "", *_answer(found, gpu), _longest(job, gpu), ""]
     lines += [*_memory(plans), "", *_time(plans, iterations, tokens), *_traffic(plans), ""]
+    if job.islands.islands_at is not None:
+        from megatron_zpp.plan.islands import outer_lines
+
+        lines += [*outer_lines(job, found.run.seconds, machine.island_mbit), ""]
     return [*lines, *_assumptions(plans, gpu, machine)]
 
 
