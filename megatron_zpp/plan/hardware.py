@@ -61,7 +61,7 @@ class Machine:
 
     `link` is the rate of a node with all its communicators together. `gather` and `exchange` bound the
     communicator of the all-gathers and that of the reductions, for links that one communicator cannot
-    saturate, such as NCCL over sockets. `island_mbit` is the rate of an island to the hub, in Mbit/s.
+    saturate, such as NCCL over sockets.
     """
 
     flops: float
@@ -70,7 +70,6 @@ class Machine:
     link: float
     gather: float = float("inf")
     exchange: float = float("inf")
-    island_mbit: float | None = None
 
 
 def machine(config: PlanConfig, dtype: str, nodes: int = 1) -> Machine:
@@ -82,7 +81,7 @@ def machine(config: PlanConfig, dtype: str, nodes: int = 1) -> Machine:
     gpu, link = GPUS[config.plan_gpu], config.link_of(nodes)
     if peak_tflops(gpu.name, dtype) is None:
         raise option_error("--plan-gpu", config.plan_gpu, f"does not compute in {dtype}; add --fp16")
-    return replace(rates_of(gpu, dtype, link), island_mbit=config.plan_island_mbit)
+    return rates_of(gpu, dtype, link)
 
 
 def rates_of(gpu: Gpu, dtype: str, link_gbit: float) -> Machine:
