@@ -93,6 +93,8 @@ class Config:
         if self.optimizer.fused_backend == "apex" and (beyond := self.beyond_apex):
             raise beyond[0][0].error(beyond[0][1], "needs --fused-backend torch")
         self.islands.check_run(training, self.checkpoint)
+        if self.plan.plan_island_mbit is not None and self.islands.islands_at is None:
+            raise self.plan.error("plan_island_mbit", "needs --islands-at")
         self._check_auto()
         self._check_order_of_sums()
         dtype, coded = precision.compute_dtype("cuda"), precision.fp8_param_gather

@@ -72,10 +72,14 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     resumed = resume_data(
         splits.train,
         progress.dataset_progress,
-        consumed=progress.consumed_samples,
+        consumed=progress.consumed_samples * schedule.islands,
         data=config.data,
         train_seed=seed_of("train", config.training.seed),
     )
+    if config.islands.islands_at is not None:
+        from megatron_zpp.data.islands import share_of
+
+        resumed = share_of(resumed, config.islands)
     progress = replace(progress, dataset_progress=resumed.dataset_progress)
     epochs = schedule.describe_epochs(resumed.samples)
     if config.checkpoint.save is not None and ranks.topology.rank == 0:

@@ -14,6 +14,8 @@ from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.train.inputs import check_inputs
 from tests.config.command_line import MINIMAL
 
 # Megatron-LM's defaults that users have in their fingers (its arguments.py, core 0.12).
@@ -166,3 +168,17 @@ def test_an_island_is_refused_what_it_cannot_obey(flags: str | tuple[str, ...], 
         parse(*(flags.split() if isinstance(flags, str) else flags))
     assert str(error.value).startswith(said)
     assert parse(*ISLAND).islands.number == 0
+
+
+def test_the_secret_of_islands_is_in_a_file_and_in_no_message(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    config = parse(*ISLAND, "--island-secret", str(file))
+    with pytest.raises(ValueError, match=r"^--island-secret .*secret: No such file"):
+        check_inputs(config, Topology().mesh(), print)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"^--island-secret .*secret: the file is empty"):
+        check_inputs(config, Topology().mesh(), print)
+    file.write_text("hush\n")
+    assert config.islands.read_secret() == b"hush"
+    assert "hush" not in config.to_yaml([])
+    assert check_inputs(config, Topology().mesh(), print).schedule.islands == 2
