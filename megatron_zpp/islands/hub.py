@@ -54,8 +54,8 @@ class Hub:
         self._lock = threading.Lock()
         self._changed, self._closed, self._left = (threading.Condition(self._lock) for _ in range(3))
         self._islands = {name: _Island() for name in names}
-        # Islands of an earlier hub on this log connect again soon.
-        there = log.members(log.newest) if log.newest is not None else names if any(log.held.values()) else ()
+        # All begin together, and islands of an earlier hub on this log connect again soon.
+        there = names if log.newest is None else log.members(log.newest)
         for name in there:
             self._islands[name].awaited = True
 

@@ -56,7 +56,8 @@ class Outcome:
     frames: Mapping[str, Sequence[Frame]]
 
 
-Choose = Callable[[str], Sequence[int]]  # the layout of a rank -> which of its frames are wanted
+# The layouts of an island's ranks -> which of the frames of each are wanted
+Choose = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 _Task = tuple[Callable[[Wire], Any], Future[Any]]
 _Got = dict[tuple[str, int], list[memoryview]]  # frames by island and rank
 
@@ -262,9 +263,9 @@ class Link:
             wire.send({"do": "layouts", "digests": lacking})
             self._layouts |= {digest: wire.receive_text().decode() for digest in lacking}
         indices = {
-            (name, rank): list(choose(self._layouts[digest]))
+            (name, rank): list(which)
             for name, digests in chosen.items()
-            for rank, digest in enumerate(digests)
+            for rank, which in enumerate(choose([self._layouts[digest] for digest in digests]))
         }
         wanted = [(*place, which) for place, which in indices.items() if which and place not in got]
         if wanted:

@@ -25,7 +25,7 @@ from megatron_zpp.ops.signs import Signs
 from megatron_zpp.zero.engine import ZeroEngine
 from megatron_zpp.zero.held_states import OUTER, OUTER_SENT, OUTER_WEIGHTS, WEIGHTS
 
-BLOCK = 256  # elements of a code's block; a unit of an island with codes holds whole ones of each parameter
+BLOCK = 256  # elements of a code's block
 _SEED = 0x0DD5EED  # of the signs of rotated frames, which all islands know
 Received = Sequence[Sequence[tuple[str, int, Any]]]  # by member: description, number and bytes of frames
 

@@ -1,7 +1,6 @@
 """Whole runs as islands: equal weights at the end, whatever their meshes, kills and pauses."""
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.directory import newest_first
 from megatron_zpp.checkpoint.read import CheckpointReader
-from tests.support import Run, free_port, logged, wait_until
+from tests.support import Run, free_port, logged
 
 NAMES = ("west", "east")
 MESHES = {"west": (2, "--zero-stage 3"), "east": (1, "--zero-stage 1 --global-batch-size 4 --eval-iters 2")}
@@ -21,17 +20,18 @@ MESHES = {"west": (2, "--zero-stage 3"), "east": (1, "--zero-stage 1 --global-ba
 class Islands:
     """A hub and the runs of two islands, of two ranks and of one, on a directory."""
 
-    def __init__(self, directory: Path, flags: list[str], *more: str) -> None:
-        self._directory, self._flags = directory, [*flags, *more, "--outer-interval", "3"]
+    def __init__(self, directory: Path, flags: list[str], settings: str) -> None:
+        directory.mkdir(exist_ok=True)
+        self._directory, self._flags = directory, [*flags, *settings.split(), "--outer-interval", "3"]
         self._address, self._secret = f"127.0.0.1:{free_port()}", directory / "secret"
         self._secret.write_text("a secret that nobody else has")
         self.hub = Run(directory / "hub", 1, "megatron_zpp.commands.islands")
         self.runs: dict[str, Run] = {}
 
-    def start_hub(self) -> None:
+    def start_hub(self, *more: str) -> None:
         """Start the hub, again if it has ended."""
         flags = ["--listen", self._address, "--directory", str(self._directory / "steps"), "--wait", "5"]
-        self.hub.start(0, *flags, "--secret-file", str(self._secret), "--names", *NAMES)
+        self.hub.start(0, *flags, "--secret-file", str(self._secret), "--names", *NAMES, *more)
 
     def start(self, island: str, *more: str) -> Run:
         """Start an island, from its newest checkpoint."""
@@ -66,11 +66,11 @@ class Islands:
 
 
 @contextmanager
-def islands(directory: Path, flags: list[str], *more: str) -> Iterator[Islands]:
+def islands(directory: Path, flags: list[str], settings: str, *of_hub: str) -> Iterator[Islands]:
     """With the hub started; all processes end with the block."""
-    both = Islands(directory, flags, *more)
+    both = Islands(directory, flags, settings)
     with both.hub:
-        both.start_hub()
+        both.start_hub(*of_hub)
         try:
             yield both
         finally:
@@ -87,7 +87,7 @@ def test_islands_of_other_meshes_end_with_the_same_weights(
     flags: list[str], tmp_path: Path, format: str
 ) -> None:
     settings = f"--train-iters 9 --eval-interval 3 --eval-iters 1 --outer-format {format}"
-    with islands(tmp_path, flags, *settings.split()) as both:
+    with islands(tmp_path, flags, settings) as both:
         for name in NAMES:
             both.start(name)
         both.end()
@@ -95,3 +95,40 @@ def test_islands_of_other_meshes_end_with_the_same_weights(
         assert both.validation("west") == both.validation("east")
         west, east = (logged(both.metrics(name)) for name in NAMES)
         assert west[0] != east[0]  # they read other samples
+        assert logged(both.metrics("west"), "islands") == [2] * (5 if "overlap" in format else 7)
+
+
+def test_islands_that_end_during_an_exchange_resume_with_the_same_bits(
+    flags: list[str], tmp_path: Path
+) -> None:
+    """Ends after 4 and 8 of 12 steps, an exchange after each third, whose result is taken two steps later."""
+    settings = "--train-iters 12 --eval-iters 0 --outer-format rotated4 --outer-overlap 2"
+    found = []
+    for directory, more in ((tmp_path / "whole", ""), (tmp_path / "parts", "--exit-interval 4")):
+        with islands(directory, flags, f"{settings} {more}", "--quorum", "2") as both:
+            for _ in range(3 if more else 1):
+                for name in NAMES:
+                    both.start(name)
+                both.end()
+            found += [both.weights(name) for name in NAMES]
+    assert all(equal(found[0], weights) for weights in found)
+
+
+def test_a_killed_island_comes_back_where_the_other_one_is(flags: list[str], tmp_path: Path) -> None:
+    settings = "--train-iters 150 --eval-iters 0 --save-interval 5"
+    with islands(tmp_path, flags, settings) as both:
+        west, east = (both.start(name) for name in NAMES)
+        west.wait_for("outer step 3 of west, east")
+        west.send(0, signal.SIGKILL)
+        west.statuses()
+        east.wait_for("outer step 7 of east")
+        again = both.start("west")
+        again.wait_for("were taken without this island")
+        both.hub.send(0, signal.SIGKILL)
+        both.hub.statuses()
+        both.start_hub()
+        both.end()
+        assert equal(both.weights("west"), both.weights("east"))
+        taken = logged(both.metrics("west"), "iteration")
+        assert taken[-1] == 150
+        assert 10 < len(taken) < 145  # it took no step while it was away

@@ -70,10 +70,6 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
         from megatron_zpp.model.parallel.layers import splits_of
 
         share = replace(share, group=group, splits=splits_of(model.units()))
-    if config.islands.outer_format.startswith("rotated"):
-        from megatron_zpp.islands.outer_state import BLOCK
-
-        share = replace(share, block=BLOCK)
     matrices, decoupled = trained_matrices(config.model, config.optimizer), set[str]()
     if config.learning_rate.decoupled_lr is not None:
         parameters = ((unit, path) for unit, module in model.units() for path, _ in module.named_parameters())
