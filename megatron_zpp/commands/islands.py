@@ -64,4 +64,4 @@ def main() -> None:
 
 
 def _say(line: str) -> None:
-    print(time.strftime("[%Y-%m-%d %H:%M:%S]"), line, flush=True)
+    print(f"{time.strftime('[%Y-%m-%d %H:%M:%S]')} {line}\n", end="", flush=True)  # whole lines of any thread

@@ -2,10 +2,12 @@
 
 A thread per connection answers the requests of one rank, in order. The main thread closes steps: when every
 awaited island is whole, or some seconds after the first one was. An island is awaited while it has
-connections, but for one that did not come to a step in time, until it contributes or connects again.
+connections, and shortly after it lost them. One that did not come to a step in time is not awaited until it
+contributes to an open step or connects again.
 """
 
 import json
+import math
 import socket
 import threading
 import time
@@ -19,6 +21,7 @@ from megatron_zpp.islands.log import Contribution, OuterLog
 from megatron_zpp.islands.messages import MOST_FRAME, HubRefused, Message, Traffic, Wire
 
 _HELLO = ("island", "rank", "ranks", "start", "layout")
+_RETURN = 2.0  # seconds for an island to connect again, after what may be a short disturbance
 _TICK = 1.0  # seconds after which a rank that waits hears that the hub is there
 
 
@@ -40,7 +43,7 @@ class _Island:
     start: str | None = None
     ranks: int = 0
     former: set[str | None] = field(default_factory=set)  # earlier starts
-    awaited: bool = False
+    until: float = 0.0  # until when it is awaited
     ended: bool = False
 
 
@@ -57,7 +60,7 @@ class Hub:
         # All begin together, and islands of an earlier hub on this log connect again soon.
         there = names if log.newest is None else log.members(log.newest)
         for name in there:
-            self._islands[name].awaited = True
+            self._islands[name].until = math.inf
 
     def serve(self, listener: socket.socket, secret: bytes) -> None:
         """Serve until an exception, such as that of a signal."""
@@ -70,20 +73,24 @@ class Hub:
                     since = None
                     self._changed.wait()
                     continue
-                since = since or time.monotonic()
-                awaited = [name for name, island in self._islands.items() if island.awaited]
-                missing, waited = [name for name in awaited if name not in whole], time.monotonic() - since
-                if len(whole) < self._quorum or (missing and waited < self._wait):
-                    self._changed.wait(self._wait - waited if waited < self._wait else None)
+                now = time.monotonic()
+                since = since or now
+                missing = {
+                    name: island
+                    for name, island in self._islands.items()
+                    if name not in whole and island.until > since
+                }
+                due = min(since + self._wait, max((each.until for each in missing.values()), default=0.0))
+                if len(whole) < self._quorum or now < due:
+                    self._changed.wait(due - now if now < due else None)
                     continue
-                for name in missing:
-                    self._islands[name].awaited = False
+                waited = now - since
+                for island in missing.values():
+                    island.until = 0.0
                 step, nbytes, since = self._log.open_step, self._log.close(), None
                 self._closed.notify_all()
-            without = f", without {' '.join(missing)}" if missing else ""
-            self._say(
-                f"outer step {step}: {' '.join(whole)}{without}; {nbytes:,} bytes; waited {waited:.1f} s"
-            )
+            members = " ".join(whole) + (f", without {' '.join(missing)}" if missing else "")
+            self._say(f"outer step {step}: {members}; {nbytes:,} bytes; waited {waited:.1f} s")
 
     def _accept(self, listener: socket.socket, secret: bytes) -> None:
         while True:
@@ -151,7 +158,7 @@ class Hub:
             self._clear_place(peer, island)
             came = not island.connections
             island.connections[peer.rank] = peer
-            island.awaited, island.ended = True, False
+            island.until, island.ended = math.inf, False
         if came:
             self._say(f"{peer.island} is here: {peer.ranks} ranks")
         return peer
@@ -183,8 +190,8 @@ class Hub:
         with self._lock:
             island = self._islands[peer.island]
             del island.connections[peer.rank]
-            gone = not island.connections and not island.ended
-            island.awaited = island.awaited and bool(island.connections)
+            if gone := not island.connections and not island.ended:
+                island.until = min(island.until, time.monotonic() + _RETURN)
             self._left.notify_all()
             self._changed.notify()
         if gone:
@@ -218,11 +225,12 @@ class Hub:
 
     def _take(self, peer: _Rank, step: int, sizes: list[int]) -> None:
         """Receive the frames of a rank, if the step lacks them."""
-        if not all(isinstance(size, int) and 0 <= size <= MOST_FRAME for size in sizes):
-            raise ValueError("a frame is too large")
+        if not isinstance(step, int) or step < 0 or not all(0 <= size <= MOST_FRAME for size in sizes):
+            raise ValueError(f"step {step} is none, or has a frame of more than {MOST_FRAME:,} bytes")
         with self._lock:
             takes = self._log.takes(step, peer.island, peer.rank, peer.start)
-            self._islands[peer.island].awaited |= takes
+            if takes:
+                self._islands[peer.island].until = math.inf
         peer.wire.send({"send": takes})
         if takes:
             header = Contribution(peer.start, peer.ranks, peer.layout, sizes)
@@ -263,7 +271,7 @@ class Hub:
     def _end(self, peer: _Rank) -> None:
         with self._lock:
             island = self._islands[peer.island]
-            said, island.ended, island.awaited = island.ended, True, False
+            said, island.ended, island.until = island.ended, True, 0.0
             self._changed.notify()
         peer.wire.send({})
         if not said:

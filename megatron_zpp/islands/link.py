@@ -232,7 +232,7 @@ class Link:
         self._losses = 0
         if self._told:
             self._told = False
-            self._say(f"the hub at {self._address} is reached again")
+            self._say(f"--islands-at {self._address}: connected to the hub again")
 
     def _lost(self, error: BaseException) -> None:
         """Say so, and pause before the next attempt."""
@@ -241,9 +241,10 @@ class Link:
             return
         if not self._told:
             self._told = True
-            why = str(error) or type(error).__name__
+            silent = isinstance(error, BlockingIOError)  # of a read that waited LOST_AFTER
+            why = "it is silent" if silent else str(error) or type(error).__name__
             self._say(
-                f"--islands-at {self._address}: the hub cannot be reached ({why}); trying again until it can"
+                f"--islands-at {self._address}: no connection to the hub ({why}); trying until it is there"
             )
         self._closed.wait(_PAUSES[min(self._losses, len(_PAUSES) - 1)])
         self._losses += 1

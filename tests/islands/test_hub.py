@@ -186,10 +186,10 @@ def test_an_island_that_hangs_is_waited_for_once_and_returns_with_another_size(h
     half.send_signal(signal.SIGSTOP)
     begun = time.monotonic()
     assert [got(outcome) for outcome in results(west.send(6))] == [{}, {}]
-    assert 1.5 <= time.monotonic() - begun < 4
+    assert time.monotonic() - begun >= 1.5
     begun = time.monotonic()
     results(west.send(7))
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 1.5
     assert "outer step 6: west, without east;" in hub.said
     half.kill()
     east = Island(hub, "east", 1)
@@ -225,8 +225,8 @@ def test_a_killed_hub_continues_with_whole_contributions(hub: Hub) -> None:
     assert [got(outcome) for outcome in results(waiting)] == [{"east": sent(east, 1)}] * 2
     assert {outcome.members for outcome in results([half, rest])} == {("west", "east")}
     assert len(said) <= 4, said  # two lines per rank
-    assert said[0].startswith(f"--islands-at {hub.address}: the hub cannot be reached (")
-    assert f"the hub at {hub.address} is reached again" in said
+    assert said[0].startswith(f"--islands-at {hub.address}: no connection to the hub (")
+    assert f"--islands-at {hub.address}: connected to the hub again" in said
     west.close()
     east.close()
     other = run(*hub.argv())
@@ -340,3 +340,27 @@ def test_frames_of_an_earlier_start_count_once_they_are_whole(hub: Hub) -> None:
     ] * 2
     for island in (west, later, east):
         island.close()
+
+
+def test_a_connection_that_breaks_costs_no_step(hub: Hub) -> None:
+    hub.start()
+    west, east = Island(hub, "west", 1), Island(hub, "east", 1)
+    for island in (west, east):
+        island.links[0].newest().result(20)
+    waiting = west.send(0)
+    wait_until(lambda: list(hub.directory.glob("log/step_00000000/west.0.frames")))
+    east.links[0]._wire.shutdown()
+    wait_until(lambda: "east is gone" in hub.said)
+    assert {outcome.members for outcome in results(waiting + east.send(0))} == {("west", "east")}
+    large, before = os.urandom(1 << 20) * 64, west.links[0].sent_bytes
+    first = west.links[0].exchange(1, [large, b"last"], lambda _: [])
+    wait_until(lambda: west.links[0].sent_bytes > before + 1000, every=0.001)
+    west.links[0]._wire.shutdown()
+    second = east.links[0].exchange(1, [], lambda _: [1, 0])
+    wait_until(lambda: east.links[0].received_bytes > 4 << 20, every=0.001)
+    east.links[0]._wire.shutdown()
+    last, whole = second.result(20).frames["west"]
+    assert (bytes(last.data), whole.data == large) == (b"last", True)
+    assert first.result(20).frames == {"east": []}
+    west.close()
+    east.close()
