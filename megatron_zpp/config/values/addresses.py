@@ -1,5 +1,6 @@
 """What programs need to meet over a network: HOST:PORT, and a file with a secret that they share."""
 
+import re
 from pathlib import Path
 
 from megatron_zpp.config.options import option_error
@@ -8,16 +9,11 @@ _SHORTEST = 16  # characters of a secret
 
 
 def host_and_port(flag: str, value: str) -> tuple[str, int]:
-    """Return both parts of HOST:PORT, where an IPv6 address has brackets. Raises ValueError for other text."""
-    host, _, port = value.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    if (
-        not host
-        or (":" in host) != bracketed
-        or not (port.isascii() and port.isdigit() and int(port) < 2**16)
-    ):
+    """Return both parts of HOST:PORT, where an IPv6 address has brackets. Raises ValueError."""
+    found = re.fullmatch(r"(?:\[([^][]+)\]|([^:]+)):([0-9]{1,5})", value)
+    if not found or int(found[3]) >= 2**16:
         raise option_error(flag, value, "must be HOST:PORT, such as 10.0.0.1:29600")
-    return host.strip("[]"), int(port)
+    return found[1] or found[2], int(found[3])
 
 
 def read_secret(flag: str, path: str) -> bytes:
