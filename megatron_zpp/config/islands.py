@@ -81,7 +81,7 @@ class IslandsConfig(Options):
             raise checkpoint.error("save_optim", f"contradicts {_NEEDS}: the outer states would be lost")
 
     def read_secret(self) -> bytes:
-        """Return the secret of all islands. Raises ValueError if its file cannot be read or is empty."""
+        """Return the secret of all islands. Raises ValueError if its file cannot be read or is too short."""
         from megatron_zpp.config.values.addresses import read_secret
 
         return read_secret("--island-secret", self.island_secret or "")

@@ -151,6 +151,7 @@ ISLAND = "--islands-at hub:29400 --island west --island-names west east --island
         ("--island west", "--island west: needs --islands-at"),
         ("--islands-at hub", "--islands-at hub: must be HOST:PORT"),
         ("--islands-at hub:70000", "--islands-at hub:70000: must be HOST:PORT"),
+        ("--islands-at ::1:29400", "--islands-at ::1:29400: must be HOST:PORT"),
         ("--islands-at hub:29400", "--island-names (not given): give the names of all islands"),
         ((*ISLAND, "--island-names", "west", "west"), "--island-names west west: give the names of all"),
         ((*ISLAND, "--island-names", "west", "a/b"), "--island-names west a/b: 'a/b' may have only letters"),
@@ -176,9 +177,9 @@ def test_the_secret_of_islands_is_in_a_file_and_in_no_message(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"^--island-secret .*secret: No such file"):
         check_inputs(config, Topology().mesh(), print)
     file.write_text("\n")
-    with pytest.raises(ValueError, match=r"^--island-secret .*secret: the file is empty"):
+    with pytest.raises(ValueError, match=r"^--island-secret .*secret: must hold 16 characters or more"):
         check_inputs(config, Topology().mesh(), print)
-    file.write_text("hush\n")
-    assert config.islands.read_secret() == b"hush"
+    file.write_text("hush" * 4 + "\n")
+    assert config.islands.read_secret() == b"hush" * 4
     assert "hush" not in config.to_yaml([])
     assert check_inputs(config, Topology().mesh(), print).schedule.islands == 2
