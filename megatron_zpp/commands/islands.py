@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_zpp.config.command_line import command_options
 from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error
+from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.islands.hub import Hub
 from megatron_zpp.islands.log import OuterLog
 from megatron_zpp.islands.messages import host_and_port, read_secret
@@ -56,6 +57,7 @@ def main() -> None:
     except OSError as error:
         fix = f"{error.strerror}; give an address of this machine and a free port"
         raise option_error("--listen", config.listen, fix) from None
+    raise_limit()  # each connection has two
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     newest = "no outer step yet" if log.newest is None else f"the newest outer step is {log.newest}"

@@ -183,7 +183,7 @@ class Hub:
             if own != other:
                 raise HubRefused(
                     f"{flag} {own}: of island {name}, but {first} began the log with {other}; "
-                    "give all islands the same"
+                    "give all islands the same, or the hub a new --directory"
                 )
 
     def _leave(self, peer: _Rank) -> None:
@@ -245,8 +245,9 @@ class Hub:
     def _is_closed(self, step: int) -> bool:
         """Whether a step is closed; waits for it for a while."""
         with self._lock:
-            self._closed.wait_for(lambda: self._log.newest is not None and step <= self._log.newest, _TICK)
-            return self._log.newest is not None and step <= self._log.newest
+            return self._closed.wait_for(
+                lambda: self._log.newest is not None and step <= self._log.newest, timeout=_TICK
+            )
 
     def _members(self, step: int) -> Message:
         with self._lock:

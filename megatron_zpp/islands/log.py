@@ -11,6 +11,7 @@ A step is closed when it has closed.json. One step is open: the one after the ne
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
 import re
@@ -101,7 +102,7 @@ class OuterLog:
         return self._layout(digest).exists()
 
     def layout(self, digest: str) -> bytes:
-        return self._layout(digest).read_bytes()
+        return _read_layout(self._layout(digest))
 
     def add_layout(self, text: bytes) -> None:
         path = self._layout(hashlib.sha256(text).hexdigest())
@@ -191,6 +192,12 @@ class OuterLog:
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step_{step:08d}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_layout(path: Path) -> bytes:
+    """Return a layout, which every rank of the other islands asks for at the same time."""
+    return path.read_bytes()
 
 
 def _is_whole(held: dict[int, Contribution]) -> bool:
