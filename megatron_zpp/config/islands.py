@@ -78,7 +78,9 @@ class IslandsConfig(Options):
                 fix = f"contradicts {_NEEDS}: steps of an island that was away are skipped; use --train-iters"
                 raise training.error(name, fix)
         if (training.train_iters or 0) % self.outer_interval:
-            fix = f"must be a multiple of --outer-interval {self.outer_interval}: a run ends with an outer step"
+            fix = (
+                f"must be a multiple of --outer-interval {self.outer_interval}: a run ends with an outer step"
+            )
             raise training.error("train_iters", fix)
         if not checkpoint.save_optim:
             raise checkpoint.error("save_optim", f"contradicts {_NEEDS}: the outer states would be lost")

@@ -43,8 +43,7 @@ class Frame:
             fits = len(shape) == len(here) == len(whole) and 0 <= at <= self.numel - numel
             sides = zip(shape, here, whole, strict=False)
             if not fits or not all(
-                0 <= a.start < a.stop <= side and len(a) == len(b) and b[0] >= 0
-                for side, a, b in sides
+                0 <= a.start < a.stop <= side and len(a) == len(b) and b[0] >= 0 for side, a, b in sides
             ):
                 raise ValueError(f"not a part of a frame of {self.numel} elements: {name} {shape} at {at}")
 

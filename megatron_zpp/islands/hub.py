@@ -11,6 +11,7 @@ import math
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class Hub:
         self._lock = threading.Lock()
         self._changed, self._closed, self._left = (threading.Condition(self._lock) for _ in range(3))
         self._islands = {name: _Island() for name in names}
+        self._times = deque[float]([], 2)  # when the newest steps were closed
         # All begin together, and islands of an earlier hub on this log connect again soon.
         there = names if log.newest is None else log.members(log.newest)
         for name in there:
@@ -88,6 +90,7 @@ class Hub:
                 for island in missing.values():
                     island.until = 0.0
                 step, nbytes, since = self._log.open_step, self._log.close(), None
+                self._times.append(now)
                 self._closed.notify_all()
             members = " ".join(whole) + (f", without {' '.join(missing)}" if missing else "")
             self._say(f"outer step {step}: {members}; {nbytes:,} bytes; waited {waited:.1f} s")
@@ -212,7 +215,7 @@ class Hub:
             wire.send({"members": self._members(request["step"])})
         elif do == "newest":
             with self._lock:
-                wire.send({"first": self._log.first, "newest": self._log.newest})
+                wire.send({"newest": self._log.newest, "passed": self._passed()})
         elif do == "layouts":
             for digest in request["digests"]:
                 wire.send_text(self._log.layout(digest))
@@ -248,6 +251,13 @@ class Hub:
             return self._closed.wait_for(
                 lambda: self._log.newest is not None and step <= self._log.newest, timeout=_TICK
             )
+
+    def _passed(self) -> float:
+        """The share of an interval, as long as the newest one, that has passed since a step was closed."""
+        if len(self._times) < 2:
+            return 0.0
+        before, newest = self._times
+        return (time.monotonic() - newest) / max(newest - before, 1e-3)
 
     def _members(self, step: int) -> Message:
         with self._lock:

@@ -71,7 +71,7 @@ class Islands:
 
     def start(self, progress: Progress) -> Progress:
         """Join the other islands; returns where this one goes on."""
-        interval, newest, step = self._config.outer_interval, self._newest(), self._next(progress)
+        interval, (newest, _), step = self._config.outer_interval, self._newest(), self._next(progress)
         if newest >= step + progress.exchange_due:
             return self._catch_up(progress)
         if progress.exchange_due:
@@ -129,33 +129,39 @@ class Islands:
         self._ended = time.monotonic()
 
     def _catch_up(self, progress: Progress) -> Progress:
-        """Take all outer steps that others have taken without this island."""
-        step, first = self._next(progress), progress.iteration
-        began = time.monotonic()
-        while (newest := self._newest()) >= step:
-            for missed in range(step, newest + 1):
-                what = f"outer step {missed}, which this island missed"
-                outcome = self._wait(self._link.past(missed, self._state.wanted.choose), what)
-                self._state.replay(missed, outcome.members, outcome.frames)
-            step = newest + 1
+        """Take all outer steps that others have taken without this island, and go on where they are.
+
+        They have taken some inner steps since. This island does not make up for these, so that nobody has to
+        wait for it.
+        """
+        step, began, interval = self._next(progress), time.monotonic(), self._config.outer_interval
+        newest, passed = self._newest()
+        while step <= newest:
+            what = f"outer step {step}, which this island missed"
+            outcome = self._wait(self._link.past(step, self._state.wanted.choose), what)
+            self._state.replay(step, outcome.members, outcome.frames)
+            step += 1
+            if step > newest:
+                newest, passed = self._newest()
         self._state.give_up()
-        iteration = self._engine.iteration = step * self._config.outer_interval
+        iteration = step * interval + min(int(passed * interval), interval - 1)
+        self._engine.iteration = iteration
         self._say(
-            f" outer steps up to {step - 1} were taken without this island, which goes on from them: "
-            f"iteration {first} becomes {iteration}, after {time.monotonic() - began:.1f} s"
+            f" outer steps up to {step - 1} were taken without this island, which goes on from them: iteration "
+            f"{progress.iteration} becomes {iteration}, after {time.monotonic() - began:.1f} s"
         )
         return replace(progress, iteration=iteration, exchange_due=False)
 
-    def _newest(self) -> int:
-        """The newest outer step that the hub has closed, -1 if there is none: the same on all ranks."""
-        newest: Future[tuple[int, int] | None] = Future()
+    def _newest(self) -> tuple[int, float]:
+        """The newest closed outer step, and the share of an interval since then: the same on all ranks."""
+        newest: Future[tuple[int, float]] = Future()
         if self._engine.topology.rank == 0:
             newest = self._link.newest()
         else:
-            newest.set_result(None)
-        found = self._wait(newest, "the hub")
-        own = 0 if found is None else found[1] + 1
-        return int(self._engine.sum_over_ranks(torch.tensor(own, device=self._engine.device)).item()) - 1
+            newest.set_result((0, 0.0))
+        own = torch.tensor(self._wait(newest, "the hub"), dtype=torch.float64, device=self._engine.device)
+        step, passed = self._engine.sum_over_ranks(own).tolist()
+        return int(step), passed
 
     def _wait(self, future: Future[_Result], what: str) -> _Result:
         """Wait until all ranks have a result, or the run has to end."""

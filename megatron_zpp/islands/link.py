@@ -145,12 +145,12 @@ class Link:
 
         return self._submit(work)
 
-    def newest(self) -> Future[tuple[int, int] | None]:
-        """Return the first step that the hub keeps and the newest closed one; None if there is none yet."""
+    def newest(self) -> Future[tuple[int, float]]:
+        """Return the newest closed step, -1 if there is none, and the share of an interval since then."""
 
-        def work(wire: Wire) -> tuple[int, int] | None:
-            steps = _asked(wire, {"do": "newest"})
-            return None if steps["newest"] is None else (steps["first"], steps["newest"])
+        def work(wire: Wire) -> tuple[int, float]:
+            answer = _asked(wire, {"do": "newest"})
+            return -1 if answer["newest"] is None else answer["newest"], answer["passed"]
 
         return self._submit(work)
 
