@@ -314,7 +314,7 @@ ISLAND = "--islands-at hub:1 --island a --island-names a b c --island-secret non
 
 def test_a_plan_names_the_interval_that_hides_an_exchange_and_counts_outer_states() -> None:
     """What it names is the smallest, by the time that it says this run would wait."""
-    argv = f"{PLAN} --model-preset 1.3b --plan-gpus-per-node 8 --micro-batch-size 8 --global-batch-size 64"
+    argv = "--dry-run --model-preset 1.3b --plan-gpus-per-node 8 --micro-batch-size 8 --global-batch-size 64"
     job = [*argv.split(), *ISLAND, "--outer-format", "rotated4"]
 
     def planned_at(*flags: str) -> str:
