@@ -14,10 +14,10 @@ from pathlib import Path
 
 from megatron_zpp.config.command_line import command_options
 from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error
+from megatron_zpp.config.values.addresses import host_and_port, read_secret
 from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.islands.hub import Hub
 from megatron_zpp.islands.log import OuterLog
-from megatron_zpp.islands.messages import host_and_port, read_secret
 
 
 @dataclass(frozen=True, kw_only=True)

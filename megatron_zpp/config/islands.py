@@ -94,7 +94,7 @@ class IslandsConfig(Options):
     @property
     def number(self) -> int:
         """The place of this island among all, from 0."""
-        return (self.island_names or ()).index(self.island or "")
+        return (self.island_names or ()).index(self.island or "") if self.islands_at else 0
 
     @property
     def count(self) -> int:

@@ -204,7 +204,7 @@ class Hub:
         """Answer a request of a rank. Raises HubRefused."""
         wire, do = peer.wire, request["do"]
         if do == "contribute":
-            self._take(peer, request["step"], request["sizes"])
+            self._take(peer, request["step"], request["sizes"], request["consumed"])
         elif do == "await":
             while not self._is_closed(request["step"]):
                 if wire.readable():
@@ -226,7 +226,7 @@ class Hub:
         else:
             raise ValueError(f"unknown request {do}")
 
-    def _take(self, peer: _Rank, step: int, sizes: list[int]) -> None:
+    def _take(self, peer: _Rank, step: int, sizes: list[int], consumed: int) -> None:
         """Receive the frames of a rank, if the step lacks them."""
         if not isinstance(step, int) or step < 0 or not all(0 <= size <= MOST_FRAME for size in sizes):
             raise ValueError(f"step {step} is none, or has a frame of more than {MOST_FRAME:,} bytes")
@@ -236,7 +236,7 @@ class Hub:
                 self._islands[peer.island].until = math.inf
         peer.wire.send({"send": takes})
         if takes:
-            header = Contribution(peer.start, peer.ranks, peer.layout, sizes)
+            header = Contribution(peer.start, peer.ranks, peer.layout, sizes, int(consumed))
             size = sum(sizes)
             self._log.write(
                 step, peer.island, peer.rank, header, lambda file: peer.wire.receive_file(file, size)

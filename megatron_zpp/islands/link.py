@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from typing import Any, NamedTuple, TypeVar
 
+from megatron_zpp.config.values.addresses import host_and_port
 from megatron_zpp.islands.messages import (
     LOST_AFTER,
     MOST_FRAME,
@@ -25,7 +26,6 @@ from megatron_zpp.islands.messages import (
     Message,
     Traffic,
     Wire,
-    host_and_port,
 )
 
 _PAUSES = (0.2, 0.5, 1.0, 2.0)  # seconds between attempts to connect; the last one again and again
@@ -54,6 +54,7 @@ class Outcome:
     step: int
     members: tuple[str, ...]
     frames: Mapping[str, Sequence[Frame]]
+    consumed: Mapping[str, int]  # samples that each member had read
 
 
 # The layouts of an island's ranks -> which of the frames of each are wanted
@@ -110,10 +111,11 @@ class Link:
     def received_bytes(self) -> int:
         return self._traffic.received
 
-    def exchange(self, step: int, frames: Sequence[Any], choose: Choose) -> Future[Outcome]:
+    def exchange(self, step: int, frames: Sequence[Any], choose: Choose, consumed: int) -> Future[Outcome]:
         """Contribute frames, bytes-like, to an outer step; return what others contributed, once it is closed.
 
-        The frames must stay as they are until then. The Future raises HubRefused.
+        `consumed` is how many samples the island has read for it. The frames must stay as they are until the
+        step is closed. The Future raises HubRefused.
         """
         views = [memoryview(frame) for frame in frames]
         views = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]
@@ -122,7 +124,8 @@ class Link:
             raise ValueError(f"a frame of {max(sizes):,} bytes: must be at most {MOST_FRAME:,}")
 
         def work(wire: Wire) -> Outcome:
-            if _asked(wire, {"do": "contribute", "step": step, "sizes": sizes})["send"]:
+            offer = {"do": "contribute", "step": step, "sizes": sizes, "consumed": consumed}
+            if _asked(wire, offer)["send"]:
                 for view in views:
                     wire.send_payload(view)
             answer = _asked(wire, {"do": "await", "step": step})
@@ -279,7 +282,8 @@ class Link:
             frames[name] += [
                 Frame(layout, *each) for each in zip(which, got.get((name, rank), ()), strict=False)
             ]
-        return Outcome(step, tuple(members), frames)
+        consumed = {name: member["consumed"] for name, member in members.items()}
+        return Outcome(step, tuple(members), frames, consumed)
 
 
 def _asked(wire: Wire, request: Message) -> Message:

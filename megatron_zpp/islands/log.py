@@ -38,6 +38,7 @@ class Contribution:
     ranks: int
     layout: str  # its digest
     sizes: Sequence[int]  # bytes of each frame
+    consumed: int  # samples that the island has read
 
 
 class OuterLog:
@@ -163,7 +164,11 @@ class OuterLog:
         assert self.open_step is not None, "something was contributed"
         members = {name: self.held[name] for name in self.whole()}
         record = {
-            name: {"start": ranks[0].start, "layouts": [ranks[rank].layout for rank in range(len(ranks))]}
+            name: {
+                "start": ranks[0].start,
+                "consumed": ranks[0].consumed,
+                "layouts": [ranks[rank].layout for rank in range(len(ranks))],
+            }
             for name, ranks in members.items()
         }
         write_text(self._path(self.open_step) / "closed.json", json.dumps({"members": record}))

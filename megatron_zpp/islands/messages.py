@@ -11,10 +11,7 @@ import struct
 import threading
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from pathlib import Path
 from typing import Any, BinaryIO
-
-from megatron_zpp.config.options import option_error
 
 MOST_TEXT = 16 << 20  # bytes of a JSON object or a layout
 MOST_FRAME = 1 << 30  # bytes of a frame
@@ -135,19 +132,3 @@ class Wire:
         """Close the connection; only the thread that reads may do it."""
         self._texts.close()
         self._socket.close()
-
-
-def read_secret(flag: str, path: str) -> bytes:
-    """Return the secret that a file holds. Raises ValueError, naming the flag, OSError."""
-    secret = Path(path).read_bytes().strip()
-    if len(secret) < 16:
-        raise option_error(flag, path, "must hold 16 characters or more; openssl rand -hex 32 makes some")
-    return secret
-
-
-def host_and_port(flag: str, address: str) -> tuple[str, int]:
-    """Return both parts of HOST:PORT, where an IPv6 address may have brackets. Raises ValueError."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise option_error(flag, address, "must be HOST:PORT, such as 10.0.0.1:29600")
-    return host.removeprefix("[").removesuffix("]"), int(port)

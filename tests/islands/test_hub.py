@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,21 @@ links = [
 ]
 for link in links:
     link.newest().result()
-links[0].exchange(int(step), [b"half"], lambda layouts: [[] for _ in layouts])
+links[0].exchange(int(step), [b"half"], lambda layouts: [[] for _ in layouts], 0)
 time.sleep(60)
 """
+
+
+def nothing(layouts: Sequence[str]) -> list[list[int]]:
+    return [[] for _ in layouts]
+
+
+def first_of_each(layouts: Sequence[str]) -> list[list[int]]:
+    return [[0] for _ in layouts]
+
+
+def both_of_each(layouts: Sequence[str]) -> list[list[int]]:
+    return [[1, 0] for _ in layouts]
 
 
 class Hub:
@@ -108,6 +120,7 @@ class Island:
                 step,
                 self.frames(step, rank),
                 lambda layouts: [json.loads(text)["frames"] for text in layouts],
+                100 * step,
             )
             for rank, link in enumerate(self.links)
         ]
@@ -184,7 +197,7 @@ def test_islands_of_different_sizes_get_the_frames_of_each_other(hub: Hub) -> No
 def test_an_island_that_hangs_is_waited_for_once_and_returns_with_another_size(hub: Hub) -> None:
     hub.start("--wait", "1.5")
     west = Island(hub, "west", 2)
-    first = west.send(5)  # a log may begin with any step
+    first = west.send(5)  # a log may begin with any step, and awaits all islands
     assert [outcome.members for outcome in results(first)] == [("west",)] * 2
     half = half_island(hub, 6)
     half.send_signal(signal.SIGSTOP)
@@ -198,7 +211,7 @@ def test_an_island_that_hangs_is_waited_for_once_and_returns_with_another_size(h
     half.kill()
     east = Island(hub, "east", 1)
     assert east.links[0].newest().result(20)[0] == 7
-    assert [got(east.links[0].past(step, lambda _: [1, 0]).result(20)) for step in (6, 7)] == [
+    assert [got(east.links[0].past(step, both_of_each).result(20)) for step in (6, 7)] == [
         {"west": sent(west, step)} for step in (6, 7)
     ]
     assert got(results(east.send(7))[0]) == {"west": sent(west, 7)}  # dropped: too late, and not a member
@@ -218,14 +231,14 @@ def test_a_killed_hub_continues_with_whole_contributions(hub: Hub) -> None:
     waiting = west.send(1)
     log = hub.directory / "log"
     wait_until(lambda: len(list(log.glob("step_00000001/west.*.frames"))) == 2)
-    half = east.links[0].exchange(1, east.frames(1, 0), lambda layouts: [[0] for _ in layouts])
+    half = east.links[0].exchange(1, east.frames(1, 0), first_of_each, 0)
     wait_until(lambda: list(log.glob("step_00000001/east.0.frames")))
     (log / "step_00000001" / "east.1.frames.partial").write_bytes(b"{")
     hub.end(signal.SIGKILL)
     wait_until(lambda: said)
     hub.start("--wait", "30")
     wait_until(lambda: hub.said.count("is here") == 4)  # west alone does not close the step
-    rest = east.links[1].exchange(1, east.frames(1, 1), lambda layouts: [[0] for _ in layouts])
+    rest = east.links[1].exchange(1, east.frames(1, 1), first_of_each, 0)
     assert [got(outcome) for outcome in results(waiting)] == [{"east": sent(east, 1)}] * 2
     assert {outcome.members for outcome in results([half, rest])} == {("west", "east")}
     assert len(said) <= 4, said  # two lines per rank
@@ -256,11 +269,11 @@ def test_what_is_refused_is_refused_in_a_line_and_harms_nobody(hub: Hub) -> None
     where = "load the checkpoint of another island, or raise --keep"
     for future, text in (
         (
-            west.links[0].past(5, lambda _: []),
+            west.links[0].past(5, nothing),
             f"the hub keeps outer steps from 6 on, and 5 is needed: {where}",
         ),
-        (west.links[0].exchange(9, [], lambda _: []), "outer step 9 cannot begin: the hub's open one is 8"),
-        (west.links[0].past(8, lambda _: []), "outer step 8 is not closed yet"),
+        (west.links[0].exchange(9, [], nothing, 0), "outer step 9 cannot begin: the hub's open one is 8"),
+        (west.links[0].past(8, nothing), "outer step 8 is not closed yet"),
     ):
         assert text in refusal(future.result, 20, error=HubRefused)
     for other, text in (
@@ -291,7 +304,7 @@ def connected(hub: Hub) -> socket.socket:
 
 
 def test_strangers_cost_a_line_each(hub: Hub) -> None:
-    hub.start()
+    hub.start("--wait", "0.1")
     silent = [connected(hub) for _ in range(20)]
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\0\0\0\4none", os.urandom(1000)):
         with connected(hub) as stranger:
@@ -357,10 +370,10 @@ def test_a_connection_that_breaks_costs_no_step(hub: Hub) -> None:
     wait_until(lambda: "east is gone" in hub.said)
     assert {outcome.members for outcome in results(waiting + east.send(0))} == {("west", "east")}
     large, before = os.urandom(1 << 20) * 64, west.links[0].sent_bytes
-    first = west.links[0].exchange(1, [large, b"last"], lambda _: [])
+    first = west.links[0].exchange(1, [large, b"last"], nothing, 0)
     wait_until(lambda: west.links[0].sent_bytes > before + 1000, every=0.001)
     west.links[0]._wire.shutdown()
-    second = east.links[0].exchange(1, [], lambda _: [1, 0])
+    second = east.links[0].exchange(1, [], both_of_each, 0)
     wait_until(lambda: east.links[0].received_bytes > 4 << 20, every=0.001)
     east.links[0]._wire.shutdown()
     last, whole = second.result(20).frames["west"]

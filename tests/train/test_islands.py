@@ -1,8 +1,10 @@
 """Whole runs as islands: equal weights at the end, whatever their meshes, kills and pauses."""
 
+import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,12 @@ class Islands:
         path = next(newest_first(self.saves(island)))
         with CheckpointReader(path) as reader:
             return reader.parameters()
+
+    def consumed(self, island: str) -> list[int]:
+        """The samples read for each outer step of which the island was a member."""
+        records = sorted((self._directory / "steps").glob("step_*/closed.json"))
+        members = [json.loads(path.read_text())["members"] for path in records]
+        return [of_step[island]["consumed"] for of_step in members if island in of_step]
 
     def validation(self, island: str) -> list[float]:
         return logged(self.metrics(island), "valid_loss")
@@ -132,3 +140,5 @@ def test_a_killed_island_comes_back_where_the_other_one_is(flags: list[str], tmp
         taken = logged(both.metrics("west"), "iteration")
         assert taken[-1] == 150
         assert 10 < len(taken) < 145  # it took no step while it was away
+        read = [0, *both.consumed("west")]
+        assert all(0 < after - before <= 3 * 8 for before, after in pairwise(read))  # none left out, or twice

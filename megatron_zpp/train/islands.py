@@ -9,16 +9,17 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.islands import IslandsConfig
 from megatron_zpp.config.options import option_error
+from megatron_zpp.config.root import Config
 from megatron_zpp.config.words import decimal_bytes
+from megatron_zpp.data.open import Splits
 from megatron_zpp.islands.link import Link, Outcome
+from megatron_zpp.islands.messages import HubRefused
 from megatron_zpp.islands.outer_state import OuterState
 from megatron_zpp.zero.engine import ZeroEngine
 
@@ -36,62 +37,67 @@ class Islands:
 
     def __init__(
         self,
-        config: IslandsConfig,
+        config: Config,
+        splits: Splits,
         state: OuterState,
         engine: ZeroEngine,
-        seed: int,
         *,
         say: Callable[[str], None],
         now: Callable[[str], None],
         check_stop: Callable[[], None],
     ) -> None:
         """`now` says what is waited for. `check_stop` raises, on all ranks, if the run has to end."""
-        self._config, self._state, self._engine = config, state, engine
+        self._config, self._state, self._engine = config.islands, state, engine
         self._say, self._now, self._check_stop = say, now, check_stop
-        assert config.islands_at is not None
-        assert config.island is not None
-        assert config.island_secret is not None
-        self._island, topology = config.island, engine.topology
+        assert self._config.islands_at is not None
+        assert self._config.island is not None
+        self._island, topology = self._config.island, engine.topology
         start = torch.tensor(secrets.randbits(62) * (topology.rank == 0), device=engine.device)
         self._link = Link(
-            config.islands_at,
-            Path(config.island_secret).read_bytes().strip(),
-            island=config.island,
+            self._config.islands_at,
+            self._config.read_secret(),
+            island=self._island,
             rank=topology.rank,
             ranks=topology.world_size,
             start=str(engine.sum_over_ranks(start).item()),
             layout=state.layout,
-            settings=_settings(config, engine, seed),
-            say=say if topology.rank == 0 else lambda line: None,
+            settings=_settings(config, splits, engine),
+            say=(lambda line: say(f" {line}")) if topology.rank == 0 else lambda line: None,
         )
         self._under_way: Future[Outcome] | None = None
         self._began = self._ended = 0.0
+        self._contributed: int | None = (
+            None  # samples read for the newest outer step of this island, if known
+        )
         self._totals = [0, 0]  # bytes that all ranks had sent and received at the newest outer step
         self.record: dict[str, Any] = {}  # of the newest outer step, for the log
 
     def start(self, progress: Progress) -> Progress:
         """Join the other islands; returns where this one goes on."""
-        interval, (newest, _), step = self._config.outer_interval, self._newest(), self._next(progress)
-        if newest >= step + progress.exchange_due:
+        interval, under_way = self._config.outer_interval, progress.exchange_begun is not None
+        if progress.iteration % interval == 0 and not under_way:
+            self._contributed = progress.consumed_samples
+        if self._newest()[0] >= self._next(progress) + under_way:
             return self._catch_up(progress)
-        if progress.exchange_due:
+        if under_way:
             if progress.iteration % interval and not self._config.outer_overlap:
                 fix = "an exchange of the checkpoint is under way; give what it was saved with"
                 raise option_error("--outer-overlap", 0, fix)
-            self._leave(step, again=True)
+            self._leave(progress, again=True)
         return progress
 
     def begin(self, progress: Progress) -> Progress:
         """Begin an exchange, if one is due after this iteration."""
         if progress.iteration % self._config.outer_interval:
             return progress
-        self._leave(progress.iteration // self._config.outer_interval - 1)
-        return replace(progress, exchange_due=True)
+        progress = replace(progress, exchange_begun=progress.consumed_samples)
+        self._leave(progress)
+        return progress
 
     def end(self, progress: Progress, *, last: bool) -> Progress:
         """Take the result of the exchange under way, if it is due; returns where this island goes on."""
         interval, overlap = self._config.outer_interval, self._config.outer_overlap
-        if not progress.exchange_due or (progress.iteration % interval < overlap and not last):
+        if progress.exchange_begun is None or (progress.iteration % interval < overlap and not last):
             return progress
         assert self._under_way is not None
         started, step = time.monotonic(), self._next(progress)
@@ -101,11 +107,12 @@ class Islands:
         waited = time.monotonic() - started
         self._state.arrive(step, outcome.members, outcome.frames, self._island)
         self._log(step, outcome.members, waited)
-        return replace(progress, exchange_due=False)
+        self._contributed = progress.exchange_begun
+        return replace(progress, exchange_begun=None)
 
     def averaged(self, progress: Progress) -> AbstractContextManager[None]:
         """Have the outer weights in the block, which all islands have, for an evaluation."""
-        if progress.iteration % self._config.outer_interval == 0 and not progress.exchange_due:
+        if progress.iteration % self._config.outer_interval == 0 and progress.exchange_begun is None:
             return nullcontext()  # they are the weights
         return self._state.averaged()
 
@@ -115,14 +122,14 @@ class Islands:
 
     def _next(self, progress: Progress) -> int:
         """The first outer step whose result this island has not taken."""
-        return progress.iteration // self._config.outer_interval - progress.exchange_due
+        return progress.iteration // self._config.outer_interval - (progress.exchange_begun is not None)
 
-    def _leave(self, step: int, *, again: bool = False) -> None:
-        frames = self._state.leave(step, again=again)
+    def _leave(self, progress: Progress, *, again: bool = False) -> None:
+        step, consumed = self._next(progress), progress.exchange_begun
+        assert consumed is not None
+        frames = [frame.numpy() for frame in self._state.leave(step, again=again)]
         self._began = time.monotonic()
-        self._under_way = self._link.exchange(
-            step, [frame.numpy() for frame in frames], self._state.wanted.choose
-        )
+        self._under_way = self._link.exchange(step, frames, self._state.wanted.choose, consumed)
         self._under_way.add_done_callback(self._note_end)
 
     def _note_end(self, exchange: Future[Outcome]) -> None:
@@ -132,14 +139,17 @@ class Islands:
         """Take all outer steps that others have taken without this island, and go on where they are.
 
         They have taken some inner steps since. This island does not make up for these, so that nobody has to
-        wait for it.
+        wait for it. It reads on behind the samples of the newest outer step that has something of it.
         """
         step, began, interval = self._next(progress), time.monotonic(), self._config.outer_interval
+        if self._contributed is None and step:
+            with suppress(HubRefused):  # of a step that is no longer kept
+                self._contributed = self._past(step - 1).consumed.get(self._island)
         newest, passed = self._newest()
         while step <= newest:
-            what = f"outer step {step}, which this island missed"
-            outcome = self._wait(self._link.past(step, self._state.wanted.choose), what)
+            outcome = self._past(step)
             self._state.replay(step, outcome.members, outcome.frames)
+            self._contributed = outcome.consumed.get(self._island, self._contributed)
             step += 1
             if step > newest:
                 newest, passed = self._newest()
@@ -147,10 +157,16 @@ class Islands:
         iteration = step * interval + min(int(passed * interval), interval - 1)
         self._engine.iteration = iteration
         self._say(
-            f" outer steps up to {step - 1} were taken without this island, which goes on from them: iteration "
-            f"{progress.iteration} becomes {iteration}, after {time.monotonic() - began:.1f} s"
+            f" outer steps up to {step - 1} were taken without this island, which goes on from them: "
+            f"iteration {progress.iteration} becomes {iteration}, after {time.monotonic() - began:.1f} s"
         )
-        return replace(progress, iteration=iteration, exchange_due=False)
+        if self._contributed is None:
+            self._contributed = progress.consumed_samples
+        return replace(progress, iteration=iteration, consumed_samples=self._contributed, exchange_begun=None)
+
+    def _past(self, step: int) -> Outcome:
+        """A closed outer step."""
+        return self._wait(self._link.past(step, self._state.wanted.choose), f"what outer step {step} was")
 
     def _newest(self) -> tuple[int, float]:
         """The newest closed outer step, and the share of an interval since then: the same on all ranks."""
@@ -195,16 +211,27 @@ class Islands:
         )
 
 
-def _settings(config: IslandsConfig, engine: ZeroEngine, seed: int) -> dict[str, Any]:
+def _settings(config: Config, splits: Splits, engine: ZeroEngine) -> dict[str, Any]:
     """What must be the same for all islands."""
+    islands, data = config.islands, config.data
     shapes = {each.name: each.shape for unit in engine.units for each in unit.layout.placements}
-    digest = hashlib.blake2b(json.dumps(sorted(shapes.items())).encode(), digest_size=8).hexdigest()
+    of_order = {"--train-iters": config.training.train_iters}
+    of_order["--global-batch-size"] = config.training.global_batch_size
     return {
-        "--island-names": list(config.island_names or ()),
-        "--outer-interval": config.outer_interval,
-        "--outer-lr": config.outer_lr,
-        "--outer-momentum": config.outer_momentum,
-        "--outer-format": config.outer_format,
-        "--seed": seed,
-        "parameters": f"{len(shapes)} of shapes {digest}",
+        "--island-names": list(islands.island_names or ()),
+        "--outer-interval": islands.outer_interval,
+        "--outer-lr": islands.outer_lr,
+        "--outer-momentum": islands.outer_momentum,
+        "--outer-format": islands.outer_format,
+        "--seed": config.training.seed,
+        "--seq-length": config.model.seq_length,
+        "--split": data.split,
+        "--dataset-order": data.dataset_order,
+        **(of_order if data.dataset_order == "megatron" else {}),
+        "parameters": f"{len(shapes)}, {_digest(sorted(shapes.items()))}",
+        "data": _digest([source.fingerprint() for source in (*splits.files, *splits.texts)]),
     }
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
