@@ -1,10 +1,12 @@
-"""Two islands on the CPUs of one machine, with a slow link between them: what is left of the rate.
+"""Two islands with a slow link between them, on CPUs or on two GPUs: what is left of the rate without a link.
 
     python benchmarks/islands.py --mbit 8 --output benchmarks/results
+    python benchmarks/islands.py --gpus --output benchmarks/results
 
-Each island has 2 nodes × 2 ranks at ZeRO stage 3 in a network namespace of its own, and the hub is beside the
-first one. All ranks share the cores of the machine, so a step takes longer than on machines of their own:
-shape the link in proportion. `synchronous` is one run of all ranks, over both namespaces. Needs root.
+On CPUs each island has 2 nodes × 2 ranks at ZeRO stage 3 in a network namespace of its own, and the hub is
+beside the first one. All ranks share the cores of the machine, so a step takes longer than on machines of their
+own: shape the link in proportion. `synchronous` is one run of all ranks, over both namespaces. Needs root. On
+GPUs each island has one, and the link is TCP over loopback, which cannot be shaped.
 """
 
 import os
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -24,32 +26,34 @@ from benchmarks.faults.network import Link
 from tests.support import ROOT, environment, free_port, records_of
 
 NAMES, INTERVAL, PORT, SYNCHRONOUS = ("west", "east"), 30, 29500, "synchronous"
-MODEL = (
-    "--num-layers 7 --hidden-size 512 --num-attention-heads 8 --seq-length 16 --vocab-size 16384 --mock-data "
-    "--tokenizer-type NullTokenizer --micro-batch-size 1 --lr 1e-4 --zero-stage 3 --eval-iters 0 "
-    "--log-interval 1"
-)
-CASES = {  # flags, and whether the link is slow
-    "no slow link": ("--outer-overlap 0", False),
-    "overlap": ("--outer-overlap 15", True),
-    "no overlap": ("--outer-overlap 0", True),
-}
+ALL = "--mock-data --tokenizer-type NullTokenizer --lr 1e-4 --eval-iters 0 --log-interval 1"
+SMALL = "--num-layers 7 --hidden-size 512 --num-attention-heads 8 --seq-length 16 --vocab-size 16384"
+ON_CPUS = f"{ALL} {SMALL} --micro-batch-size 1 --zero-stage 3"
+LARGE = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --vocab-size 50256"
+ON_GPUS = f"{ALL} {LARGE} --micro-batch-size 8 --bf16"
+CASES = {"alone": None, "overlap": "--outer-overlap 15", "no overlap": "--outer-overlap 0"}  # flags
 
 
-def start(link: Link, node: int, argv: list[str], log: Path, **place: str) -> subprocess.Popen[bytes]:
-    """A program in the namespace of a node."""
+def start(link: Link | None, node: int, argv: list[str], log: Path, **place: str) -> subprocess.Popen[bytes]:
+    """A program in the namespace of a node, or on its GPU."""
+    place |= {} if link else {"CUDA_VISIBLE_DEVICES": str(node)}
     with log.open("wb") as out:
         return subprocess.Popen(
             [sys.executable, *argv], cwd=ROOT, env=environment(**place), stdout=out, stderr=out,
-            preexec_fn=partial(link.enter, node), start_new_session=True,
+            preexec_fn=link and partial(link.enter, node), start_new_session=True,
         )  # fmt: skip
 
 
-def ranks(link: Link, node: int, flags: str, log: Path, *, world: int, first: int, master: str) -> list:
-    """Four ranks of a run in the namespace of a node, from rank `first` on."""
-    argv, place = ["pretrain_gpt.py", *MODEL.split(), *flags.split()], {"MASTER_ADDR": master}
-    place |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": str(PORT)}
-    numbers = ((rank, {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)}) for rank in range(first, first + 4))
+def ranks(link: Link | None, node: int, flags: str, log: Path, world: int = 0, master: str = "") -> list:
+    """The ranks of a run, or of one of its nodes, that are on a node."""
+    count = 4 if link else 1
+    argv = ["pretrain_gpt.py", *(ON_CPUS if link else ON_GPUS).split(), *flags.split()]
+    place = {"MASTER_ADDR": master or "127.0.0.1", "MASTER_PORT": str(PORT + (0 if link else node))}
+    place |= {"WORLD_SIZE": str(world or count), "LOCAL_WORLD_SIZE": str(min(count, 2))}
+    first = count * node if world else 0
+    numbers = (
+        (rank, {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)}) for rank in range(first, first + count)
+    )
     return [start(link, node, argv, Path(f"{log}.{rank}"), **place, **own) for rank, own in numbers]
 
 
@@ -63,59 +67,67 @@ def finished(programs: list) -> None:
             end_group(program)
 
 
-def of_islands(link: Link, directory: Path, flags: str, steps: int) -> float:
-    """Seconds per step of the slower island, without the first interval."""
-    secret, hub = directory / "secret", f"{link.address(0)}:{free_port()}"
+def of_islands(link: Link | None, directory: Path, flags: str | None, steps: int) -> dict[str, float]:
+    """Seconds per step of the slower island, without the first interval, and what a step sends."""
+    secret, hub = directory / "secret", f"{link.address(0) if link else '127.0.0.1'}:{free_port()}"
     secret.write_text("sixteen characters or more")
     argv = ["-m", "megatron_zpp", "islands", "--listen", hub, "--directory", str(directory / "log")]
     server = start(link, 0, [*argv, "--secret-file", str(secret), "--names", *NAMES], directory / "hub")
-    flags += f" --islands-at {hub} --island-names {' '.join(NAMES)} --island-secret {secret}"
-    flags += f" --outer-interval {INTERVAL} --outer-format rotated4 --train-iters {steps}"
     programs, metrics = [], [directory / f"{name}.jsonl" for name in NAMES]
     for node, name in enumerate(NAMES):
-        own = f"{flags} --island {name} --metrics-file {metrics[node]}"
-        programs += ranks(link, node, own, directory / name, world=4, first=0, master="127.0.0.1")
+        own = f"--train-iters {steps} --metrics-file {metrics[node]}"
+        if flags is not None:
+            own += f" --islands-at {hub} --island-names {' '.join(NAMES)} --island-secret {secret} {flags}"
+            own += f" --island {name} --outer-interval {INTERVAL} --outer-format rotated4"
+        programs += ranks(link, node, own, directory / name)
     try:
         finished(programs)
     finally:
         end_group(server)
-    taken = [[r["elapsed_ms"] for r in records_of(each) if "elapsed_ms" in r] for each in metrics]
-    return max(statistics.mean(times[INTERVAL:]) for times in taken) / 1000
+    records = [[r for r in records_of(each) if "elapsed_ms" in r][INTERVAL:] for each in metrics]
+    seconds = max(statistics.mean(r["elapsed_ms"] for r in each) for each in records) / 1000
+    sent = sum(each[-1].get("outer_sent_bytes", 0) for each in records) / INTERVAL
+    return {"seconds": seconds, "sent_bytes": sent, "waited": records[1][-1].get("outer_wait_seconds", 0.0)}
 
 
-def synchronous(link: Link, directory: Path, steps: int) -> float:
+def synchronous(link: Link, directory: Path, steps: int) -> dict[str, float]:
     """Seconds per step of one run over both namespaces, without the first step."""
-    metrics = directory / "one.jsonl"
-    flags, master = f"--train-iters {steps} --metrics-file {metrics}", link.address(0)
-    both = [ranks(link, n, flags, directory / "one", world=8, first=4 * n, master=master) for n in (0, 1)]
+    flags = f"--train-iters {steps} --metrics-file {directory / 'one.jsonl'}"
+    both = [ranks(link, node, flags, directory / "one", 8, link.address(0)) for node in (0, 1)]
     finished([*both[0], *both[1]])
-    return statistics.mean(r["elapsed_ms"] for r in records_of(metrics)[1:] if "elapsed_ms" in r) / 1000
+    records = [r for r in records_of(directory / "one.jsonl") if "elapsed_ms" in r][1:]
+    return {"seconds": statistics.mean(r["elapsed_ms"] for r in records) / 1000}
 
 
 def main() -> None:
     parser = program_parser(__doc__)
+    parser.add_argument("--gpus", action="store_true", help="on two GPUs")
     parser.add_argument("--mbit", type=float, default=20, help="of the slow link, in each direction")
     parser.add_argument("--steps", type=int, default=4 * INTERVAL)
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, SYNCHRONOUS], default=[*CASES, SYNCHRONOUS])
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, SYNCHRONOUS], default=[*CASES])
     parser.add_argument("--output", type=Path)
     options, taken = parser.parse_args(), {}
     for case in options.cases:
-        with tempfile.TemporaryDirectory() as directory, closing_link() as link:
-            flags, slow = CASES.get(case, ("", True))
-            if slow:
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            nullcontext() if options.gpus else slow_link() as link,
+        ):
+            if link and case != "alone":
                 link.slow(f"{options.mbit}mbit")
             if case == SYNCHRONOUS:
                 taken[case] = synchronous(link, Path(directory), 2)
             else:
-                taken[case] = of_islands(link, Path(directory), flags, options.steps)
-        print(f"{case}: {taken[case]:.3f} s per step", flush=True)
+                taken[case] = of_islands(link, Path(directory), CASES[case], options.steps)
+        print(case, taken[case], flush=True)
     if options.output:
-        rates = {case: taken["no slow link"] / each for case, each in taken.items()}
-        save_result("islands_cpu", {"mbit": options.mbit, "seconds": taken, "rates": rates}, options.output)
+        for figures in taken.values():
+            figures["rate"] = taken["alone"]["seconds"] / figures["seconds"]
+        where = {} if options.gpus else {"mbit": options.mbit}
+        save_result(f"islands_{'gpus' if options.gpus else 'cpus'}", where | {"cases": taken}, options.output)
 
 
 @contextmanager
-def closing_link() -> Iterator[Link]:
+def slow_link() -> Iterator[Link]:
     """Two namespaces and their link."""
     link = Link(f"zpp-islands-{os.getpid()}")
     try:

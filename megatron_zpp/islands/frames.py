@@ -1,7 +1,7 @@
 """Which elements of which parameters are in a frame, and where a rank of another mesh finds what it needs.
 
-A frame is what one rank sends of a run of elements of a unit: at most `CHUNK` of them. Its description names
-parameters and boxes of them, so that islands need not have the same mesh, stage or units.
+A frame is what one rank sends of a run of elements of a unit: about an eighth of its shard. Its description
+names parameters and boxes of them, so that islands need not have the same mesh, stage or units.
 """
 
 import json
@@ -12,9 +12,9 @@ from functools import cache
 from typing import NamedTuple
 
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.placement import Box, Layout
+from megatron_zpp.placement import SHARD_MULTIPLE, Box, Layout
 
-CHUNK = 1 << 20  # elements: whole quantisation blocks
+LEAST, MOST = 1 << 16, 1 << 22  # elements of a frame; whole quantisation blocks
 
 Sides = tuple[range, ...]  # a box, by dimension; unlike slices, ranges have a hash
 
@@ -68,8 +68,9 @@ class Chunk(NamedTuple):
 def chunks_of(unit: int, layout: Layout, mesh: Mesh) -> Iterator[Chunk]:
     """A rank's shard of a unit in runs of elements, without those that no parameter has."""
     shard = layout.shard(mesh)
-    for start in range(shard.start, shard.stop, CHUNK):
-        elements = range(start, min(start + CHUNK, shard.stop))
+    size = min(max(LEAST, len(shard) // 8 // SHARD_MULTIPLE * SHARD_MULTIPLE), MOST)
+    for start in range(shard.start, shard.stop, size):
+        elements = range(start, min(start + size, shard.stop))
         parts = tuple(
             Part(
                 piece.placement.name,

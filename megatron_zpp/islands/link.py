@@ -111,11 +111,19 @@ class Link:
     def received_bytes(self) -> int:
         return self._traffic.received
 
-    def exchange(self, step: int, frames: Sequence[Any], choose: Choose, consumed: int) -> Future[Outcome]:
+    def exchange(
+        self,
+        step: int,
+        frames: Sequence[Any],
+        choose: Choose,
+        consumed: int,
+        *,
+        ready: Callable[[], None] = lambda: None,
+    ) -> Future[Outcome]:
         """Contribute frames, bytes-like, to an outer step; return what others contributed, once it is closed.
 
-        `consumed` is how many samples the island has read for it. The frames must stay as they are until the
-        step is closed. The Future raises HubRefused.
+        `consumed` is how many samples the island has read for it. The frames are there when `ready` returns,
+        and must stay as they are until the step is closed. The Future raises HubRefused.
         """
         views = [memoryview(frame) for frame in frames]
         views = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]
@@ -124,6 +132,7 @@ class Link:
             raise ValueError(f"a frame of {max(sizes):,} bytes: must be at most {MOST_FRAME:,}")
 
         def work(wire: Wire) -> Outcome:
+            ready()
             offer = {"do": "contribute", "step": step, "sizes": sizes, "consumed": consumed}
             if _asked(wire, offer)["send"]:
                 for view in views:

@@ -7,7 +7,7 @@ weights have the same bits, whatever their meshes.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
@@ -33,10 +33,10 @@ Received = Sequence[Sequence[tuple[str, int, Any]]]  # by member: description, n
 class Codec:
     """What a frame's numbers travel as: themselves, bf16, or rotated codes whose losses are sent later."""
 
-    def __init__(self, format: str, operations: Operations | None, device: torch.device) -> None:
+    def __init__(self, format: str, operations: Operations | None) -> None:
         self._dtype = torch.bfloat16 if format == "bf16" else torch.float32
         self._format = LloydMaxFormat(int(format[-1]), BLOCK) if format.startswith("rotated") else None
-        self._operations, self._one = operations, torch.ones((), device=device)
+        self._operations = operations
 
     @property
     def has_residual(self) -> bool:
@@ -51,10 +51,8 @@ class Codec:
         assert self._operations is not None
         size = self._format.message_bytes(len(values))
         message = torch.empty(1, size, dtype=torch.uint8, device=values.device)
-        signs = Signs(_SEED, 0, step)
-        self._operations.quantize_rotated(
-            values, message, self._format, signs, lost=lost[None], divisor=self._one
-        )
+        signs, one = Signs(_SEED, 0, step), torch.ones((), device=values.device)
+        self._operations.quantize_rotated(values, message, self._format, signs, lost=lost[None], divisor=one)
         return message[0]
 
     def decode(self, message: Tensor, numel: int, step: int) -> Tensor:
@@ -81,7 +79,7 @@ class OuterState:
 
     def __init__(self, engine: ZeroEngine, config: IslandsConfig, operations: Operations | None) -> None:
         self._engine, self._config = engine, config
-        self._codec = Codec(config.outer_format, operations, engine.device)
+        self._codec = Codec(config.outer_format, operations)
         trained = [unit for unit in engine.units if not unit.frozen]
         weights = self._own_weights()
         self._weights = [shard.clone() for shard in weights]
@@ -106,6 +104,7 @@ class OuterState:
         self.wanted = Wanted(self._chunks)
         self._rounded: list[Tensor] = []  # the residuals after the newest exchange
         self._encoded: list[tuple[str, int, Tensor]] = []  # and its frames, of all chunks
+        self._rooms: dict[int, Tensor] = {}  # see `_room_for`
 
     def begin(self) -> None:
         """Begin a run: the outer weights are the weights, and nothing has moved."""
@@ -115,9 +114,10 @@ class OuterState:
             shard.zero_()
 
     @torch.no_grad()
-    def leave(self, step: int, *, again: bool = False) -> list[Tensor]:
+    def leave(self, step: int, *, again: bool = False) -> tuple[list[Tensor], Callable[[], None]]:
         """What this rank sends at an outer step: a frame (bytes,) uint8 on the CPU of each that `layout` has.
 
+        They may be read after a call of the other thing returned, from any thread, until the next `leave`.
         `again`: of the weights that were sent before, after a resumed run has loaded them.
         """
         weights = self._own_weights()
@@ -130,10 +130,14 @@ class OuterState:
         for number, (unit, elements, _) in enumerate(self._chunks):
             moved = self._weights[unit][elements] - weights[unit][elements]
             lost = self._rounded[unit][elements] if self._rounded else None
-            self._encoded.append((self._own, number, self._codec.encode(moved, lost, step).cpu()))
+            message = self._codec.encode(moved, lost, step)
+            if message.is_cuda:
+                message = self._room_for(number, message).copy_(message, non_blocking=True)
+            self._encoded.append((self._own, number, message))
         for unit, lost in enumerate(self._rounded):
             clear(lost, self._gaps.get(unit, ()))
-        return [frame for _, _, frame in compress(self._encoded, self._sends)]
+        copied = torch.cuda.current_stream().record_event().synchronize if self._rooms else lambda: None
+        return [frame for _, _, frame in compress(self._encoded, self._sends)], copied
 
     @torch.no_grad()
     def arrive(self, step: int, members: Sequence[str], received: Mapping[str, Any], island: str) -> None:
@@ -190,6 +194,12 @@ class OuterState:
             shard[:0] if unit.frozen else shard
             for unit, shard in zip(self._engine.units, shards, strict=True)
         ]
+
+    def _room_for(self, number: int, message: Tensor) -> Tensor:
+        """Pinned memory for a frame, the same at each outer step."""
+        if number not in self._rooms:
+            self._rooms[number] = torch.empty(message.shape, dtype=torch.uint8, pin_memory=True)
+        return self._rooms[number]
 
     def _step(self, step: int, received: Received) -> None:
         """An outer step with the frames of each member."""

@@ -127,9 +127,10 @@ class Islands:
     def _leave(self, progress: Progress, *, again: bool = False) -> None:
         step, consumed = self._next(progress), progress.exchange_begun
         assert consumed is not None
-        frames = [frame.numpy() for frame in self._state.leave(step, again=again)]
-        self._began = time.monotonic()
-        self._under_way = self._link.exchange(step, frames, self._state.wanted.choose, consumed)
+        frames, copied = self._state.leave(step, again=again)
+        self._began, choose = time.monotonic(), self._state.wanted.choose
+        memory = [frame.numpy() for frame in frames]
+        self._under_way = self._link.exchange(step, memory, choose, consumed, ready=copied)
         self._under_way.add_done_callback(self._note_end)
 
     def _note_end(self, exchange: Future[Outcome]) -> None:

@@ -216,8 +216,9 @@ class ModelStates:
             self._weights.wait_for_brought(index)  # it reads what is replaced of split weights
             whole = new
             if shard != here:  # every rank has the whole
-                found = [torch.empty_like(new) for _ in range(self._mesh.world_size)]
-                dist.all_gather(found, new)
+                sent = new.to(unit.full.device)
+                found = [torch.empty_like(sent) for _ in range(self._mesh.world_size)]
+                dist.all_gather(found, sent)
                 whole = torch.cat([found[rank] for rank in self._mesh.ranks(*unit.layout.axes)])
             if held.is_plain:
                 held.values.copy_(whole)

@@ -51,7 +51,7 @@ def values_of(chunk: Chunk, whole: dict[str, Tensor]) -> Tensor:
 def test_every_rank_finds_its_shards_in_the_frames_of_any_mesh(
     theirs: Mesh, ours: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames, "CHUNK", 256)
+    monkeypatch.setattr(frames, "LEAST", 256)
     whole = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     sent: list[tuple[str, list[Tensor]]] = []
     for rank in range(theirs.world_size):
@@ -73,7 +73,7 @@ def test_every_rank_finds_its_shards_in_the_frames_of_any_mesh(
             for (text, values), numbers in zip(sent, chosen, strict=True)
             for number in numbers
         ]
-        source = _Source(received, Codec("fp32", None, CPU), wanted, 0)
+        source = _Source(received, Codec("fp32", None), wanted, 0)
         for number, chunk in enumerate(chunks):
             assert torch.equal(source.values(number, chunk.frame, CPU), values_of(chunk, whole))
         if theirs == ours:  # and no more than it needs

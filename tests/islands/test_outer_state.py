@@ -49,7 +49,7 @@ class Pair:
 
     def leave(self) -> list[list[tuple[str, int, Tensor]]]:
         """What each island sends."""
-        sent = [state.leave(self.steps) for state in self.states]
+        sent = [state.leave(self.steps)[0] for state in self.states]
         return [
             [(state.layout, number, frame) for number, frame in enumerate(frames)]
             for state, frames in zip(self.states, sent, strict=True)

@@ -1,9 +1,13 @@
 """Whole runs as islands: equal weights at the end, whatever their meshes, kills and pauses."""
 
 import json
+import random
 import signal
+import statistics
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.faults.network import Link
 from megatron_zpp.checkpoint.directory import newest_first
 from megatron_zpp.checkpoint.read import CheckpointReader
 from tests.support import Run, free_port, logged
@@ -22,10 +27,12 @@ MESHES = {"west": (2, "--zero-stage 3"), "east": (1, "--zero-stage 1 --global-ba
 class Islands:
     """A hub and the runs of two islands, of two ranks and of one, on a directory."""
 
-    def __init__(self, directory: Path, flags: list[str], settings: str) -> None:
+    def __init__(self, directory: Path, flags: list[str], settings: str, link: Link | None = None) -> None:
+        """With a `link` they are at its ends, and the hub is beside west."""
         directory.mkdir(exist_ok=True)
-        self._directory, self._flags = directory, [*flags, *settings.split(), "--outer-interval", "3"]
-        self._address, self._secret = f"127.0.0.1:{free_port()}", directory / "secret"
+        self._directory, self._flags, self._link = directory, [*flags, *settings.split()], link
+        host = "127.0.0.1" if link is None else link.address(0)
+        self._address, self._secret = f"{host}:{free_port()}", directory / "secret"
         self._secret.write_text("a secret that nobody else has")
         self.hub = Run(directory / "hub", 1, "megatron_zpp.commands.islands")
         self.runs: dict[str, Run] = {}
@@ -33,10 +40,11 @@ class Islands:
     def start_hub(self, *more: str) -> None:
         """Start the hub, again if it has ended."""
         flags = ["--listen", self._address, "--directory", str(self._directory / "steps"), "--wait", "5"]
-        self.hub.start(0, *flags, "--secret-file", str(self._secret), "--names", *NAMES, *more)
+        flags += ["--secret-file", str(self._secret), "--names", *NAMES, *more]
+        self.hub.start(0, *flags, change=self._link and partial(self._link.enter, 0))
 
-    def start(self, island: str, *more: str) -> Run:
-        """Start an island, from its newest checkpoint."""
+    def start(self, island: str, *more: str, clock: float = 0.0) -> Run:
+        """Start an island, from its newest checkpoint, whose clock is off by some seconds."""
         ranks, settings = MESHES[island]
         saves = str(self.saves(island))
         run = self.runs[island] = Run(self._directory / island, ranks)
@@ -44,8 +52,14 @@ class Islands:
             flags = [*self._flags, *settings.split(), "--save", saves, "--load", saves, *more]
             flags += ["--islands-at", self._address, "--island-names", *NAMES, "--island", island]
             flags += ["--island-secret", str(self._secret), "--metrics-file", str(self.metrics(island))]
-            run.start(rank, *flags)
+            run.start(rank, *flags, change=partial(self._place, NAMES.index(island), clock))
         return run
+
+    def _place(self, node: int, clock: float) -> None:
+        if self._link is not None:
+            self._link.enter(node)
+        true = time.time
+        time.time = lambda: true() + clock
 
     def end(self) -> None:
         """Wait for the ends of both."""
@@ -74,9 +88,11 @@ class Islands:
 
 
 @contextmanager
-def islands(directory: Path, flags: list[str], settings: str, *of_hub: str) -> Iterator[Islands]:
+def islands(
+    directory: Path, flags: list[str], settings: str, *of_hub: str, link: Link | None = None
+) -> Iterator[Islands]:
     """With the hub started; all processes end with the block."""
-    both = Islands(directory, flags, settings)
+    both = Islands(directory, flags, settings, link)
     with both.hub:
         both.start_hub(*of_hub)
         try:
@@ -94,7 +110,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_islands_of_other_meshes_end_with_the_same_weights(
     flags: list[str], tmp_path: Path, format: str
 ) -> None:
-    settings = f"--train-iters 9 --eval-interval 3 --eval-iters 1 --outer-format {format}"
+    settings = f"--outer-interval 3 --train-iters 9 --eval-interval 3 --eval-iters 1 --outer-format {format}"
     with islands(tmp_path, flags, settings) as both:
         for name in NAMES:
             both.start(name)
@@ -110,7 +126,7 @@ def test_islands_that_end_during_an_exchange_resume_with_the_same_bits(
     flags: list[str], tmp_path: Path
 ) -> None:
     """Ends after 4 and 8 of 12 steps, an exchange after each third, whose result is taken two steps later."""
-    settings = "--train-iters 12 --eval-iters 0 --outer-format rotated4 --outer-overlap 2"
+    settings = "--outer-interval 3 --train-iters 12 --eval-iters 0 --outer-format rotated4 --outer-overlap 2"
     found = []
     for directory, more in ((tmp_path / "whole", ""), (tmp_path / "parts", "--exit-interval 4")):
         with islands(directory, flags, f"{settings} {more}", "--quorum", "2") as both:
@@ -123,7 +139,7 @@ def test_islands_that_end_during_an_exchange_resume_with_the_same_bits(
 
 
 def test_a_killed_island_comes_back_where_the_other_one_is(flags: list[str], tmp_path: Path) -> None:
-    settings = "--train-iters 150 --eval-iters 0 --save-interval 5"
+    settings = "--outer-interval 3 --train-iters 150 --eval-iters 0 --save-interval 5"
     with islands(tmp_path, flags, settings) as both:
         west, east = (both.start(name) for name in NAMES)
         west.wait_for("outer step 3 of west, east")
@@ -142,3 +158,44 @@ def test_a_killed_island_comes_back_where_the_other_one_is(flags: list[str], tmp
         assert 10 < len(taken) < 145  # it took no step while it was away
         read = [0, *both.consumed("west")]
         assert all(0 < after - before <= 3 * 8 for before, after in pairwise(read))  # none left out, or twice
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(60))
+def test_a_fault_of_one_island_is_nothing_to_the_other(
+    flags: list[str], tmp_path: Path, number: int, link: Link
+) -> None:
+    """A kill, a stop, a link that is down, or a clock that is off, at a random moment."""
+    draw = random.Random(number)
+    fault, victim = ("kill", "stop", "cut", "clock")[number % 4], draw.choice(NAMES)
+    seconds, other = draw.uniform(1, 8), next(name for name in NAMES if name != victim)
+    settings = (
+        "--train-iters 600 --eval-iters 0 --save-interval 30 --outer-format rotated4 --outer-overlap 20"
+    )
+    with islands(tmp_path, flags, settings, "--wait", "0.5", link=link) as both:
+        for name in NAMES:
+            both.start(name, clock=draw.uniform(-86400, 86400) if (fault, name) == ("clock", victim) else 0.0)
+        runs, survivor = both.runs, both.metrics("west" if fault == "cut" else other)
+        runs[other].wait_for("outer step 1 of west, east")
+        time.sleep(draw.uniform(0, 1))
+        before = len(logged(survivor))
+        if fault == "kill":
+            runs[victim].send(draw.randrange(len(runs[victim].processes)), signal.SIGKILL)
+            runs[victim].statuses()
+            time.sleep(seconds / 2)
+            both.start(victim)
+        elif fault == "stop":
+            for signal_number in (signal.SIGSTOP, signal.SIGCONT):
+                for rank in runs[victim].processes:
+                    runs[victim].send(rank, signal_number)
+                time.sleep(seconds)
+        elif fault == "cut":  # between east and the hub
+            link.fail("cut", 1)
+            time.sleep(seconds)
+            link.mend()
+        during = logged(survivor, "elapsed_ms")[before:]
+        both.end()
+        assert equal(both.weights("west"), both.weights("east"))
+        took, losses = logged(survivor, "elapsed_ms"), logged(survivor)
+        assert statistics.mean(losses[-20:]) < statistics.mean(losses[before - 20 : before])
+        assert not during or statistics.mean(during) <= 1.1 * statistics.mean(took[10:before])
