@@ -4,9 +4,9 @@
     python benchmarks/islands.py --gpus --output benchmarks/results
 
 On CPUs each island has 2 nodes × 2 ranks at ZeRO stage 3 in a network namespace of its own, and the hub is
-beside the first one. All ranks share the cores of the machine, so a step takes longer than on machines of their
-own: shape the link in proportion. `synchronous` is one run of all ranks, over both namespaces. Needs root. On
-GPUs each island has one, and the link is TCP over loopback, which cannot be shaped.
+beside the first one. All ranks share the cores of the machine, so a step takes longer than on machines of
+their own: shape the link in proportion. `synchronous` is one run of all ranks, over both namespaces. Needs root.
+On GPUs each island has one, and the link is TCP over loopback, which cannot be shaped.
 """
 
 import os
@@ -68,7 +68,10 @@ def finished(programs: list) -> None:
 
 
 def of_islands(link: Link | None, directory: Path, flags: str | None, steps: int) -> dict[str, float]:
-    """Seconds per step of the slower island, without the first interval, and what a step sends."""
+    """Seconds per step of the slower island, without the first and the last interval, and what a step sends.
+
+    The last exchange of a run has no step to travel beside.
+    """
     secret, hub = directory / "secret", f"{link.address(0) if link else '127.0.0.1'}:{free_port()}"
     secret.write_text("sixteen characters or more")
     argv = ["-m", "megatron_zpp", "islands", "--listen", hub, "--directory", str(directory / "log")]
@@ -84,7 +87,7 @@ def of_islands(link: Link | None, directory: Path, flags: str | None, steps: int
         finished(programs)
     finally:
         end_group(server)
-    records = [[r for r in records_of(each) if "elapsed_ms" in r][INTERVAL:] for each in metrics]
+    records = [[r for r in records_of(each) if "elapsed_ms" in r][INTERVAL:-INTERVAL] for each in metrics]
     seconds = max(statistics.mean(r["elapsed_ms"] for r in each) for each in records) / 1000
     sent = sum(each[-1].get("outer_sent_bytes", 0) for each in records) / INTERVAL
     return {"seconds": seconds, "sent_bytes": sent, "waited": records[1][-1].get("outer_wait_seconds", 0.0)}
