@@ -40,7 +40,7 @@ def start(link: Link | None, node: int, argv: list[str], log: Path, **place: str
     with log.open("wb") as out:
         return subprocess.Popen(
             [sys.executable, *argv], cwd=ROOT, env=environment(**place), stdout=out, stderr=out,
-            preexec_fn=link and partial(link.enter, node), start_new_session=True,
+            preexec_fn=partial(link.enter, node) if link else None, start_new_session=True,
         )  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def main() -> None:
         ):
             if link and case != "alone":
                 link.slow(f"{options.mbit}mbit")
-            if case == SYNCHRONOUS:
+            if link and case == SYNCHRONOUS:
                 taken[case] = synchronous(link, Path(directory), 2)
             else:
                 taken[case] = of_islands(link, Path(directory), CASES[case], options.steps)

@@ -24,6 +24,14 @@ NAMES = ("west", "east")
 MESHES = {"west": (2, "--zero-stage 3"), "east": (1, "--zero-stage 1 --global-batch-size 4 --eval-iters 2")}
 
 
+def place(link: Link | None, node: int, clock: float = 0.0) -> None:
+    """Move this process to an end of the link, and let its clock be off by some seconds."""
+    if link is not None:
+        link.enter(node)
+    true = time.time
+    time.time = lambda: true() + clock
+
+
 class Islands:
     """A hub and the runs of two islands, of two ranks and of one, on a directory."""
 
@@ -41,7 +49,7 @@ class Islands:
         """Start the hub, again if it has ended."""
         flags = ["--listen", self._address, "--directory", str(self._directory / "steps"), "--wait", "5"]
         flags += ["--secret-file", str(self._secret), "--names", *NAMES, *more]
-        self.hub.start(0, *flags, change=self._link and partial(self._link.enter, 0))
+        self.hub.start(0, *flags, change=partial(place, self._link, 0))
 
     def start(self, island: str, *more: str, clock: float = 0.0) -> Run:
         """Start an island, from its newest checkpoint, whose clock is off by some seconds."""
@@ -52,14 +60,8 @@ class Islands:
             flags = [*self._flags, *settings.split(), "--save", saves, "--load", saves, *more]
             flags += ["--islands-at", self._address, "--island-names", *NAMES, "--island", island]
             flags += ["--island-secret", str(self._secret), "--metrics-file", str(self.metrics(island))]
-            run.start(rank, *flags, change=partial(self._place, NAMES.index(island), clock))
+            run.start(rank, *flags, change=partial(place, self._link, NAMES.index(island), clock))
         return run
-
-    def _place(self, node: int, clock: float) -> None:
-        if self._link is not None:
-            self._link.enter(node)
-        true = time.time
-        time.time = lambda: true() + clock
 
     def end(self) -> None:
         """Wait for the ends of both."""
