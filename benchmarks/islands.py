@@ -51,6 +51,7 @@ def ranks(link: Link | None, node: int, flags: str, log: Path, world: int = 0, m
     place = {"MASTER_ADDR": master or "127.0.0.1", "MASTER_PORT": str(PORT + (0 if link else node))}
     place |= {"WORLD_SIZE": str(world or count), "LOCAL_WORLD_SIZE": str(min(count, 2))}
     first = count * node if world else 0
+    place |= {"GLOO_SOCKET_IFNAME": link.INTERFACE} if link and world else {}
     numbers = (
         (rank, {"RANK": str(rank), "LOCAL_RANK": str(rank % 2)}) for rank in range(first, first + count)
     )
