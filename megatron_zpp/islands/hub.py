@@ -214,8 +214,7 @@ class Hub:
         elif do == "past":
             wire.send({"members": self._members(request["step"])})
         elif do == "newest":
-            with self._lock:
-                wire.send({"newest": self._log.newest, "passed": self._passed()})
+            self._tell_newest(peer)
         elif do == "layouts":
             for digest in request["digests"]:
                 wire.send_text(self._log.layout(digest))
@@ -252,12 +251,14 @@ class Hub:
                 lambda: self._log.newest is not None and step <= self._log.newest, timeout=_TICK
             )
 
-    def _passed(self) -> float:
-        """The share of an interval, as long as the newest one, that has passed since a step was closed."""
-        if len(self._times) < 2:
-            return 0.0
-        before, newest = self._times
-        return (time.monotonic() - newest) / max(newest - before, 1e-3)
+    def _tell_newest(self, peer: _Rank) -> None:
+        """Tell the newest step, and await the island, which goes on from it, at the next one."""
+        with self._lock:
+            before, newest = self._times if len(self._times) == 2 else (0.0, 0.0)
+            since = time.monotonic() - newest if newest else 0.0
+            answer = {"newest": self._log.newest, "since": since, "period": newest - before}
+            self._islands[peer.island].until = math.inf
+        peer.wire.send(answer)
 
     def _members(self, step: int) -> Message:
         with self._lock:

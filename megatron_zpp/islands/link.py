@@ -157,12 +157,16 @@ class Link:
 
         return self._submit(work)
 
-    def newest(self) -> Future[tuple[int, float]]:
-        """Return the newest closed step, -1 if there is none, and the share of an interval since then."""
+    def newest(self) -> Future[tuple[int, float, float]]:
+        """Return the newest closed step, or -1, and seconds: since then, and from the one before.
 
-        def work(wire: Wire) -> tuple[int, float]:
+        The hub awaits this island at the next step from now on. Seconds are 0 if they are not known.
+        """
+
+        def work(wire: Wire) -> tuple[int, float, float]:
             answer = _asked(wire, {"do": "newest"})
-            return -1 if answer["newest"] is None else answer["newest"], answer["passed"]
+            newest = -1 if answer["newest"] is None else answer["newest"]
+            return newest, answer["since"], answer["period"]
 
         return self._submit(work)
 

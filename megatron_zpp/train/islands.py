@@ -51,7 +51,11 @@ class Islands:
         self._say, self._now, self._check_stop = say, now, check_stop
         assert self._config.islands_at is not None
         assert self._config.island is not None
-        self._island, topology = self._config.island, engine.topology
+        self._island, topology, self._iterations = (
+            self._config.island,
+            engine.topology,
+            config.training.train_iters or 0,
+        )
         start = torch.tensor(secrets.randbits(62) * (topology.rank == 0), device=engine.device)
         self._link = Link(
             self._config.islands_at,
@@ -69,6 +73,10 @@ class Islands:
         self._contributed: int | None = (
             None  # samples read for the newest outer step of this island, if known
         )
+        self._pace, self._resumed = (
+            0.0,
+            0.0,
+        )  # seconds of a step, as they were lately; when the newest one began
         self._totals = [0, 0]  # bytes that all ranks had sent and received at the newest outer step
         self.record: dict[str, Any] = {}  # of the newest outer step, for the log
 
@@ -88,6 +96,9 @@ class Islands:
 
     def begin(self, progress: Progress) -> Progress:
         """Begin an exchange, if one is due after this iteration."""
+        if self._resumed:
+            took = time.monotonic() - self._resumed
+            self._pace = 0.8 * self._pace + 0.2 * took if self._pace else took
         if progress.iteration % self._config.outer_interval:
             return progress
         progress = replace(progress, exchange_begun=progress.consumed_samples)
@@ -96,6 +107,11 @@ class Islands:
 
     def end(self, progress: Progress, *, last: bool) -> Progress:
         """Take the result of the exchange under way, if it is due; returns where this island goes on."""
+        progress = self._end(progress, last=last)
+        self._resumed = time.monotonic()
+        return progress
+
+    def _end(self, progress: Progress, *, last: bool) -> Progress:
         interval, overlap = self._config.outer_interval, self._config.outer_overlap
         if progress.exchange_begun is None or (progress.iteration % interval < overlap and not last):
             return progress
@@ -139,23 +155,26 @@ class Islands:
     def _catch_up(self, progress: Progress) -> Progress:
         """Take all outer steps that others have taken without this island, and go on where they are.
 
-        They have taken some inner steps since. This island does not make up for these, so that nobody has to
-        wait for it. It reads on behind the samples of the newest outer step that has something of it.
+        They have taken some inner steps since. This island takes as many as it can before the next outer
+        step, so that nobody has to wait for it. It reads on behind the samples of the newest outer step that
+        has something of it.
         """
         step, began, interval = self._next(progress), time.monotonic(), self._config.outer_interval
         if self._contributed is None and step:
             with suppress(HubRefused):  # of a step that is no longer kept
                 self._contributed = self._past(step - 1).consumed.get(self._island)
-        newest, passed = self._newest()
+        newest, left = self._newest()
         while step <= newest:
             outcome = self._past(step)
             self._state.replay(step, outcome.members, outcome.frames)
             self._contributed = outcome.consumed.get(self._island, self._contributed)
             step += 1
             if step > newest:
-                newest, passed = self._newest()
+                newest, left = self._newest()
         self._state.give_up()
-        iteration = step * interval + min(int(passed * interval), interval - 1)
+        iteration = step * interval
+        if iteration < self._iterations:
+            iteration += interval - left
         self._engine.iteration = iteration
         self._say(
             f" outer steps up to {step - 1} were taken without this island, which goes on from them: "
@@ -169,16 +188,25 @@ class Islands:
         """A closed outer step."""
         return self._wait(self._link.past(step, self._state.wanted.choose), f"what outer step {step} was")
 
-    def _newest(self) -> tuple[int, float]:
-        """The newest closed outer step, and the share of an interval since then: the same on all ranks."""
-        newest: Future[tuple[int, float]] = Future()
+    def _newest(self) -> tuple[int, int]:
+        """The newest closed outer step, and how many steps this island can take before the next one.
+
+        Both are the same on all ranks.
+        """
+        newest: Future[tuple[int, float, float]] = Future()
         if self._engine.topology.rank == 0:
             newest = self._link.newest()
         else:
-            newest.set_result((0, 0.0))
-        own = torch.tensor(self._wait(newest, "the hub"), dtype=torch.float64, device=self._engine.device)
-        step, passed = self._engine.sum_over_ranks(own).tolist()
-        return int(step), passed
+            newest.set_result((0, 0.0, 0.0))
+        step, since, period = self._wait(newest, "the hub")
+        interval = left = self._config.outer_interval
+        if period:
+            left = min(max(int((period - since) / (self._pace or period / interval)), 1), interval)
+        own = torch.tensor((step, left), device=self._engine.device)
+        if self._engine.topology.rank:
+            own.zero_()
+        step, left = self._engine.sum_over_ranks(own).tolist()
+        return step, left
 
     def _wait(self, future: Future[_Result], what: str) -> _Result:
         """Wait until all ranks have a result, or the run has to end."""

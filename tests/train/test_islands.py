@@ -21,7 +21,7 @@ from megatron_zpp.checkpoint.read import CheckpointReader
 from tests.support import Run, free_port, logged
 
 NAMES = ("west", "east")
-MESHES = {"west": (2, "--zero-stage 3"), "east": (1, "--zero-stage 1 --global-batch-size 4 --eval-iters 2")}
+MESHES = {"west": (2, "--zero-stage 3"), "east": (1, "--zero-stage 1 --eval-iters 2")}
 
 
 def place(link: Link | None, node: int, clock: float = 0.0) -> None:
@@ -171,14 +171,13 @@ def test_a_fault_of_one_island_is_nothing_to_the_other(
     draw = random.Random(number)
     fault, victim = ("kill", "stop", "cut", "clock")[number % 4], draw.choice(NAMES)
     seconds, other = draw.uniform(1, 8), next(name for name in NAMES if name != victim)
-    settings = (
-        "--train-iters 600 --eval-iters 0 --save-interval 30 --outer-format rotated4 --outer-overlap 20"
-    )
-    with islands(tmp_path, flags, settings, "--wait", "0.5", link=link) as both:
+    settings = "--train-iters 150 --outer-interval 10 --outer-overlap 8 --outer-format rotated4"
+    settings += " --eval-iters 0 --save-interval 10 --micro-batch-size 32"
+    with islands(tmp_path, flags, settings, "--wait", "0.8", link=link) as both:
         for name in NAMES:
             both.start(name, clock=draw.uniform(-86400, 86400) if (fault, name) == ("clock", victim) else 0.0)
         runs, survivor = both.runs, both.metrics("west" if fault == "cut" else other)
-        runs[other].wait_for("outer step 1 of west, east")
+        runs[other].wait_for(" of west, east")
         time.sleep(draw.uniform(0, 1))
         before = len(logged(survivor))
         if fault == "kill":
@@ -199,5 +198,5 @@ def test_a_fault_of_one_island_is_nothing_to_the_other(
         both.end()
         assert equal(both.weights("west"), both.weights("east"))
         took, losses = logged(survivor, "elapsed_ms"), logged(survivor)
-        assert statistics.mean(losses[-20:]) < statistics.mean(losses[before - 20 : before])
+        assert statistics.mean(losses[-10:]) < statistics.mean(losses[before - 10 : before])
         assert not during or statistics.mean(during) <= 1.1 * statistics.mean(took[10:before])
