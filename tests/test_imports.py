@@ -13,10 +13,10 @@ from tests.support import run
 OPTIONAL = "wandb datasets matplotlib apex sentencepiece tokenizers tensorboard zstandard transformers"
 SLOW = "sympy torch._dynamo triton"  # half a second to two, which each start and each rank would pay
 SET_APART = (
-    "api checkpoint.foreign checkpoint.huggingface checkpoint.object_saves config.legacy data.megatron "
-    "data.text generate model.fp8 model.fused model.parallel ops.library plan reporting.report "
-    "storage.hub storage.objects train.saving train.steps.sampled_text config.sources.huggingface "
-    "config.help zero.fused"
+    "api checkpoint.foreign checkpoint.huggingface checkpoint.object_saves config.legacy data.islands "
+    "data.megatron data.text generate model.fp8 model.fused model.parallel ops.library plan reporting.report "
+    "storage.hub storage.objects train.islands train.saving train.steps.sampled_text zero.fused config.help "
+    "config.sources.huggingface islands"
 )
 MOST = 180  # modules of the package
 

@@ -54,6 +54,11 @@ class Link:
             raise OSError(ctypes.get_errno(), "setns")
         os.close(descriptor)
 
+    def slow(self, rate: str) -> None:
+        """Limit what each node sends, in the words of tc."""
+        for name in self._names:
+            _shape(name, "rate", rate, "burst", "64kb", "latency", "200ms")
+
     def fail(self, fault: str, node: int) -> None:
         """Let a fault of `FAULTS` begin, at one node's end."""
         name = self._names[node]

@@ -13,6 +13,7 @@ from megatron_zpp.commands.build_corpus import CorpusConfig
 from megatron_zpp.commands.evaluate import EvaluateConfig
 from megatron_zpp.commands.export_checkpoint import ExportConfig
 from megatron_zpp.commands.import_checkpoint import ImportOptions
+from megatron_zpp.commands.islands import HubConfig
 from megatron_zpp.commands.plot import PlotConfig
 from megatron_zpp.commands.preprocess_data import PreprocessConfig
 from megatron_zpp.commands.report import ReportConfig
@@ -37,6 +38,7 @@ PROGRAMS: dict[str, tuple[type[Options], ...]] = {
     "export": (ExportConfig,),
     "plot": (PlotConfig,),
     "report": (ReportConfig,),
+    "islands": (HubConfig,),
 }
 FILES = {
     "pretrain_gpt.py": "train",

@@ -15,6 +15,8 @@ class Progress:
     did not change the weights; they are 0 in checkpoints of older versions. `ordered_samples` is the number
     of samples for which Megatron-LM's order was built; None for other orders, and in older versions.
     `evaluation_due`: a stop has abandoned the evaluation at this iteration, which the next start makes.
+    `exchange_begun`: the samples up to which an exchange with other islands has begun, whose result has not
+    been taken; None if there is none.
     """
 
     iteration: int = 0
@@ -23,6 +25,7 @@ class Progress:
     skipped_samples: int = 0
     ordered_samples: int | None = None
     evaluation_due: bool = False
+    exchange_begun: int | None = None
     run: str = ""
     dataset_progress: DatasetProgress | None = None
 

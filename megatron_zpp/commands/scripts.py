@@ -37,6 +37,7 @@ COMMANDS: Mapping[str, Command] = {
     "report": Command("commands.report", "write the report of a run, an HTML page"),
     "import": Command("commands.import_checkpoint", "make a checkpoint from a model of another program"),
     "export": Command("commands.export_checkpoint", "write a checkpoint for transformers, or push it"),
+    "islands": Command("commands.islands", "run the hub through which islands exchange weights"),
     "torchrun": Command("commands.torchrun", "start the ranks of one node of a SLURM step", of_ranks=True),
     "build-kernels": Command("ops.build", "compile the kernels; otherwise the first run does"),
 }

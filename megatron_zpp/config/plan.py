@@ -53,6 +53,12 @@ class PlanConfig(Options):
         f"is {DEFAULT_LINK:g} by default.",
         metavar="X",
     )
+    plan_island_mbit: float | None = optional(
+        "Bandwidth of an island to the hub, Mbit/s in each direction, from which the smallest "
+        "--outer-interval follows.",
+        needs="--dry-run",
+        above=0,
+    )
 
     def check(self) -> None:
         """Fill in the GPU of a dry run, and refuse a link that is no number and no name."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_zpp.config.compilation import CompilationConfig
 from megatron_zpp.config.data import DataConfig
+from megatron_zpp.config.islands import IslandsConfig
 from megatron_zpp.config.model import AttentionConfig, ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import LearningRateConfig, OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.options import (
@@ -65,6 +66,7 @@ class Config:
     precision: PrecisionConfig
     zero: ZeroConfig
     distributed: DistributedConfig
+    islands: IslandsConfig
     compilation: CompilationConfig
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
@@ -90,6 +92,9 @@ class Config:
             raise training.error("seed", f"must be below {2**32} with --dataset-order megatron")
         if self.optimizer.fused_backend == "apex" and (beyond := self.beyond_apex):
             raise beyond[0][0].error(beyond[0][1], "needs --fused-backend torch")
+        self.islands.check_run(training, self.checkpoint)
+        if self.plan.plan_island_mbit is not None and self.islands.islands_at is None:
+            raise self.plan.error("plan_island_mbit", "needs --islands-at")
         self._check_auto()
         self._check_order_of_sums()
         dtype, coded = precision.compute_dtype("cuda"), precision.fp8_param_gather

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron_zpp.config.islands import IslandsConfig
 from megatron_zpp.config.model import ModelConfig, RecomputeConfig
 from megatron_zpp.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron_zpp.config.zero import ZeroConfig
@@ -68,6 +69,7 @@ class Job:
     batch_multiple: int | None = None
     may_resize: bool = True
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    islands: IslandsConfig = field(default_factory=IslandsConfig)
 
     @cached_property
     def mesh(self) -> Mesh:

@@ -30,6 +30,7 @@ PARTS = {  # of `Memory`, for a person
     "optimizer": "master weights and moments",
     "buffers": "buffers of gathers and reductions",
     "zeropp": "secondary shards, references",
+    "islands": "outer states",
     "gradients": "gradients, at the optimizer's step",
     "activations": "activations, at the loss",
     "loss": "the loss",
@@ -39,12 +40,13 @@ _SUMMING = 12  # bytes per element while tensor ranks sum a gradient: fp32, join
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank. `weights` to `zeropp` stay for the whole run; `peak` is the peak of the total."""
+    """Bytes of one rank. `weights` to `islands` stay for the whole run; `peak` is the peak of the total."""
 
     weights: int  # as the compute reads them and as they are sent
     optimizer: int  # master weights and moments
     buffers: int  # gathers and reductions
     zeropp: int  # secondary shards, references of weight differences, residuals of gradients
+    islands: int  # states of the outer optimizer
     gradients: int
     activations: int
     loss: int
@@ -55,7 +57,7 @@ class Memory:
     @property
     def resident(self) -> int:
         """Bytes that stay for the run."""
-        return self.weights + self.optimizer + self.buffers + self.zeropp
+        return self.weights + self.optimizer + self.buffers + self.zeropp + self.islands
 
     def fits(self, gibibytes: float) -> bool:
         """Whether the peak leaves enough of a GPU's `gibibytes` for what a plan does not count."""
@@ -79,11 +81,17 @@ def memory_of(job: Job) -> Memory:
     buffers = communication.arena_bytes
     if job.tensor > 1 and job.overlapped:  # what tensor ranks copy to each other
         buffers += region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
+    outer = 0
+    if job.islands.islands_at is not None:
+        from megatron_zpp.plan.islands import state_bytes
+
+        outer = state_bytes(job)
     parts = {
         "weights": communication.weight_bytes + staged,
         "optimizer": 0 if offloaded else optimizer,
         "buffers": buffers,
         "zeropp": communication.kept_bytes + communication.residual_bytes,
+        "islands": 0 if offloaded else outer,
     }
     away = offloaded_bytes(job)
     activations, loss = stored_bytes(job) - away + ends_bytes(job), loss_bytes(job)
@@ -102,7 +110,7 @@ def memory_of(job: Job) -> Memory:
         loss=loss,
         peak=sum(parts.values()) + highest,
         peak_at=peak_at,
-        cpu=away + (int(optimizer + pinned) if offloaded else 0),
+        cpu=away + (int(optimizer + pinned) + outer if offloaded else 0),
     )
 
 

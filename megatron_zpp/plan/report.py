@@ -25,8 +25,19 @@ _DAY, _GIB = 86400, 2**30
 _NAME, _COLUMN = 42, 22
 
 
-def report(job: Job, gpu: Gpu, machine: Machine, iterations: int, samples: int) -> list[str]:
-    """The lines of the whole plan, its assumptions included; the run reads `samples` in its `iterations`."""
+def report(
+    job: Job,
+    gpu: Gpu,
+    machine: Machine,
+    iterations: int,
+    samples: int,
+    *,
+    island_mbit: float | None = None,
+) -> list[str]:
+    """The lines of the whole plan, its assumptions included; the run reads `samples` in its `iterations`.
+
+    `island_mbit` is the rate between an island and the hub, in Mbit/s, if it is known.
+    """
     tokens = samples * job.model.seq_length
     found = search(job, machine, gpu.memory)
     plans = [found.run]
@@ -34,6 +45,10 @@ def report(job: Job, gpu: Gpu, machine: Machine, iterations: int, samples: int) 
         plans.append(found.best)
     lines = [*_head(found.run, gpu, iterations, tokens), "", *_answer(found, gpu), _longest(job, gpu), ""]
     lines += [*_memory(plans), "", *_time(plans, iterations, tokens), *_traffic(plans), ""]
+    if job.islands.islands_at is not None:
+        from megatron_zpp.plan.islands import outer_lines
+
+        lines += [*outer_lines(job, found.run.seconds, island_mbit), ""]
     return [*lines, *_assumptions(plans, gpu, machine)]
 
 

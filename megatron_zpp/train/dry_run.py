@@ -75,7 +75,8 @@ def dry_run(inputs: RunInputs, mesh: Mesh, *, speaks: bool) -> None:
     attention = attention_choice(config, None)
     if speaks:
         job = job_of(config, inputs.tokenizer["vocab_size"], mesh)
-        lines = report(job, gpu, rates, schedule.iterations, schedule.samples)
+        mbit = config.plan.plan_island_mbit
+        lines = report(job, gpu, rates, schedule.iterations, schedule.samples, island_mbit=mbit)
         lines += _not_planned(config, attention)
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()

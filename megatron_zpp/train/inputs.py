@@ -45,7 +45,11 @@ def check_inputs(config: Config, mesh: Mesh, say: Callable[[str], None]) -> RunI
             say(chosen)
     with usage_errors():
         schedule = RunSchedule.from_config(
-            config.training, config.learning_rate, mesh.data_ranks, seq_length=config.model.seq_length
+            config.training,
+            config.learning_rate,
+            mesh.data_ranks,
+            seq_length=config.model.seq_length,
+            islands=config.islands.count,
         )
     batches = schedule.batches
     most = batches.global_batch_size // (batches.micro_batch_size * batches.data_parallel_size)
@@ -57,6 +61,8 @@ def check_inputs(config: Config, mesh: Mesh, say: Callable[[str], None]) -> RunI
     splits = open_data(config, schedule, description, say)
     if not (config.plan.dry_run and config.checkpoint.huggingface):  # a plan downloads no weights
         check_start(config.checkpoint, config.model, description)
+    if config.islands.islands_at is not None and not config.plan.dry_run:
+        config.islands.read_secret()
     check_sinks(config.logging)
     if config.timing.profile:
         from megatron_zpp.reporting.profile import check_profile

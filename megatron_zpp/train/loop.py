@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -22,6 +23,7 @@ from megatron_zpp.zero.engine import Batch, StepResult
 
 if TYPE_CHECKING:
     from megatron_zpp.reporting.profile import StepProfiler
+    from megatron_zpp.train.islands import Islands
     from megatron_zpp.train.saving.saver import Saver
 
 
@@ -45,8 +47,9 @@ def train(run: Run) -> Ending:
 class Trainer:
     """Takes the steps of a run, and evaluates, logs and saves between them. Read `run` first."""
 
-    # Of runs with --save, --sample-prompt and --profile, which alone import them
+    # Of runs with --save, --islands-at, --sample-prompt and --profile, which alone import them
     _saver: "Saver | None" = None
+    _islands: "Islands | None" = None
     _write_texts: Callable[[], list[str]] | None = None
     _profiler: "StepProfiler | None" = None
 
@@ -60,6 +63,18 @@ class Trainer:
 
             self._saver = Saver(run)
         self._stops = StopConditions(config.training, engine, ranks.signals, ranks.lease)
+        if run.outer is not None:
+            from megatron_zpp.train.islands import Islands
+
+            self._islands = Islands(
+                config,
+                run.splits,
+                run.outer,
+                engine,
+                say=self._reporter.say,
+                now=lambda text: self._activity.now(text, patient=True),
+                check_stop=self._stops.between_rounds,
+            )
         prompts = config.evaluation.sample_prompt
         if prompts is not None:
             from megatron_zpp.train.steps.sampled_text import text_writer
@@ -94,6 +109,8 @@ class Trainer:
         finally:
             if self._profiler:
                 self._profiler.discard()
+            if self._islands is not None:
+                self._islands.close(ended=self.progress.iteration >= self._schedule.iterations)
 
     def _run(self) -> Stop | None:
         try:
@@ -125,24 +142,21 @@ class Trainer:
 
     def _train(self) -> None:
         """Take the remaining steps. Raises Stop between two of them or during an evaluation."""
+        if self._islands is not None:
+            self.progress = self._islands.start(self.progress)
+            self._outer_step(self._islands, begins=False)
         if self.progress.iteration == 0 or self.progress.evaluation_due:
             self._evaluate("valid")
         first = self.progress.iteration + 1
-        assert self._splits.train is not None  # every run trains
-        with MicroBatches(
-            self._splits.train,
-            self._schedule.batches,
-            rank=self._engine.mesh.data_rank,
-            consumed=self.progress.consumed_samples,
-            end=self._schedule.samples,
-            num_workers=self._config.data.num_workers,
-            pin_memory=self._engine.device.type == "cuda",
-        ) as loader:
-            batches = iter(loader)
+        with ExitStack() as stack:
+            batches = iter(stack.enter_context(self._loader()))
             while self.progress.iteration < self._schedule.iterations:
                 self._log.watch.resume()
                 with self._engine.sections(STEP):
                     result = self._step(batches)
+                    if self._islands is not None and self._outer_step(self._islands):
+                        stack.close()
+                        batches = iter(stack.enter_context(self._loader()))
                 last = self.progress.iteration == self._schedule.iterations
                 if last or self.progress.iteration % self._config.logging.log_interval == 0:
                     self._log.interval(self.progress)
@@ -160,6 +174,29 @@ class Trainer:
                 self._stops.after_step(self.progress.iteration, result, last=last)
         self._stops.at_the_end()
 
+    def _loader(self) -> MicroBatches:
+        """The micro-batches from the present progress on."""
+        assert self._splits.train is not None  # every run trains
+        return MicroBatches(
+            self._splits.train,
+            self._schedule.batches,
+            rank=self._engine.mesh.data_rank,
+            consumed=self.progress.consumed_samples,
+            end=self._schedule.samples,
+            num_workers=self._config.data.num_workers,
+            pin_memory=self._engine.device.type == "cuda",
+        )
+
+    def _outer_step(self, islands: "Islands", *, begins: bool = True) -> bool:
+        """Begin and end what is due of an outer step; returns whether the run goes on at other samples."""
+        consumed = self.progress.consumed_samples
+        if begins:
+            self.progress = islands.begin(self.progress)
+        last = self.progress.iteration >= self._schedule.iterations
+        self.progress = islands.end(self.progress, last=last)
+        self._log.more = islands.record
+        return self.progress.consumed_samples != consumed
+
     def _save(self) -> None:
         self._count_if_skipped()
         if self._saver is not None:
@@ -175,7 +212,7 @@ class Trainer:
     def _step(self, batches: Iterator[Batch]) -> StepResult:
         """One optimizer step on the next global batch."""
         consumed, schedule = self.progress.consumed_samples, self._schedule.batches
-        mesh = self._engine.mesh
+        mesh, islands = self._engine.mesh, self._config.islands
         micro_batches = schedule.micro_batches_at(consumed)
         losses, weights = torch.zeros(self._losses, device=self._engine.device), 0.0
         self._engine.take_traffic()  # discards the traffic of an evaluation
@@ -188,7 +225,8 @@ class Trainer:
             self._engine.begin_step(*rates)
         for index in range(micro_batches):
             first_sample, _ = schedule.micro_batch(consumed, index, mesh.data_rank)
-            seed_dropout(self._config.training.seed, first_sample, mesh.tensor_rank, self._engine.device)
+            of_all = first_sample * islands.count + islands.number
+            seed_dropout(self._config.training.seed, of_all, mesh.tensor_rank, self._engine.device)
             self._mark(f"{where}, reading micro-batch {index + 1} of {micro_batches}")
             with sections(BATCH):
                 batch = next(batches)
@@ -272,13 +310,14 @@ class Trainer:
 
         # After the last step every start evaluates anyway.
         self.progress = replace(self.progress, evaluation_due=iteration < self._schedule.iterations)
-        loss = evaluate(
-            self._engine,
-            samples,
-            count=count,
-            micro_batch_size=batches.micro_batch_size,
-            before_round=before_round,
-        )
+        with nullcontext() if self._islands is None else self._islands.averaged(self.progress):
+            loss = evaluate(
+                self._engine,
+                samples,
+                count=count,
+                micro_batch_size=batches.micro_batch_size,
+                before_round=before_round,
+            )
         self._evaluated[split] = iteration
         self.progress = replace(self.progress, evaluation_due=False)
         self._reporter.evaluation(self.progress, split, loss, last=last)

@@ -41,6 +41,7 @@ def job_of(config: Config, vocab_size: int, mesh: Mesh, device: str = "cuda") ->
         batch_multiple=math.gcd(batch, *(training.rampup_batch_size or ())[:2]),
         may_resize=config.may_resize,
         optimizer=config.optimizer,
+        islands=config.islands,
     )
 
 

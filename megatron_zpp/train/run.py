@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.data.open import Splits, seed_of
@@ -16,6 +17,9 @@ from megatron_zpp.train.resume.start import Start, named
 from megatron_zpp.train.setup.ranks import Ranks
 from megatron_zpp.zero.engine import ZeroEngine
 
+if TYPE_CHECKING:
+    from megatron_zpp.islands.outer_state import OuterState
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run(RunInputs):
@@ -28,6 +32,7 @@ class Run(RunInputs):
     # Model and its state: new, or loaded from a checkpoint
     engine: ZeroEngine
     start: Progress
+    outer: "OuterState | None"  # of an island
     # Log
     reporter: Reporter
     lines: tuple[str, ...]  # on what happened before the first step
@@ -48,12 +53,18 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         ranks.activity.now("verifying data", patient=True)
         lines.append(_verified(splits, exchange_for("verify-data")))
     ranks.activity.now("loading", patient=True)
-    loaded = Start()
+    loaded, outer = Start(), None
+    if config.islands.islands_at is not None:
+        from megatron_zpp.islands.outer_state import outer_state
+
+        outer = outer_state(engine, config)
     if config.checkpoint.load is not None:
         from megatron_zpp.train.resume.restore import restore
 
         loaded = restore(config, engine, inputs.tokenizer, ranks.store, inputs.schedule)
     progress = named(loaded.progress, config.checkpoint, exchange_for("run"))
+    if outer is not None and not (progress.iteration and config.checkpoint.load_optim):
+        outer.begin()
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)
     assert splits.train is not None  # every run trains
@@ -61,10 +72,14 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     resumed = resume_data(
         splits.train,
         progress.dataset_progress,
-        consumed=progress.consumed_samples,
+        consumed=progress.consumed_samples * schedule.islands,
         data=config.data,
         train_seed=seed_of("train", config.training.seed),
     )
+    if config.islands.islands_at is not None:
+        from megatron_zpp.data.islands import share_of
+
+        resumed = share_of(resumed, config.islands)
     progress = replace(progress, dataset_progress=resumed.dataset_progress)
     epochs = schedule.describe_epochs(resumed.samples)
     if config.checkpoint.save is not None and ranks.topology.rank == 0:
@@ -84,6 +99,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         ranks=ranks,
         engine=engine,
         start=progress,
+        outer=outer,
         reporter=reporter,
         lines=(*lines, *loaded.lines, *resumed.lines, *epochs),
     )

@@ -7,6 +7,8 @@ from torch import Tensor
 
 WEIGHTS, SECOND_MOMENT = "weights", "exp_avg_sq"  # as checkpoints name them
 MOMENTUM = "momentum_buffer"  # of the matrices that Muon trains, as torch calls it
+OUTER = "outer_"  # begins the names of what an island keeps beside: islands/outer_state.py
+OUTER_WEIGHTS, OUTER_SENT = OUTER + WEIGHTS, OUTER + "sent_weights"
 
 
 class HeldStates(NamedTuple):

@@ -5,12 +5,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_zpp.exchange.sums import sum_over_ranks
 from megatron_zpp.mesh import Axis, Mesh
 from megatron_zpp.placement import Placement, overlap, within
-from megatron_zpp.zero.held_states import MOMENTUM, WEIGHTS, HeldStates
+from megatron_zpp.zero.held_states import MOMENTUM, OUTER, OUTER_SENT, OUTER_WEIGHTS, WEIGHTS, HeldStates
 from megatron_zpp.zero.optimizer import Optimizer
 from megatron_zpp.zero.sharded_unit import Residuals, Unit
 from megatron_zpp.zero.weights import Weights
@@ -37,7 +38,7 @@ def is_residual(kind: str) -> bool:
 
 def may_lack(kind: str) -> bool:
     """Whether a checkpoint with optimizer states may be without one of `kinds`: AdamW's has no momentum."""
-    return kind in (REFERENCE, MOMENTUM) or is_residual(kind)
+    return kind in (REFERENCE, MOMENTUM) or is_residual(kind) or kind.startswith(OUTER)
 
 
 @cache
@@ -56,8 +57,10 @@ def sources_of(kind: str, present: Collection[str], saved: Collection[str]) -> l
     """The saved kinds whose sum is one of the `present` kinds; none if there is nothing of it.
 
     With as many nodes as saved a residual is the same one. Otherwise the sums over nodes take all that is
-    owed.
+    owed. The outer weights of what was no island are its weights.
     """
+    if kind in (OUTER_WEIGHTS, OUTER_SENT) and kind not in saved:
+        return [WEIGHTS]
     if not is_residual(kind):
         return [kind] if kind in saved else []
     of_nodes, theirs = (
@@ -77,6 +80,11 @@ class ModelStates:
 
     def __init__(self, units: list[Unit], weights: Weights, optimizer: Optimizer, mesh: Mesh) -> None:
         self._units, self._weights, self._optimizer, self._mesh = units, weights, optimizer, mesh
+        self._beside: dict[str, list[Tensor]] = {}  # see `keep`
+
+    def keep(self, kind: str, shards: list[Tensor]) -> None:
+        """Save and load one more of `kinds` from now on: of each unit, this rank's `shard_elements`."""
+        self._beside[kind] = shards
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -85,7 +93,7 @@ class ModelStates:
         kinds += [REFERENCE] if self._weights.formats is not None else []
         if any(unit.residuals for unit in self._units):
             kinds += [*map(residual_of, range(self._mesh.nodes)), SUM_RESIDUAL]
-        return tuple(kinds)
+        return (*kinds, *self._beside)
 
     def matrices(self) -> list[str]:
         """The parameters that Muon trains, sorted."""
@@ -119,12 +127,12 @@ class ModelStates:
         for unit in self._units:
             absent = sent and self._mesh.rank not in owners_of(kind, self._mesh, unit.layout.axes)
             whole = range(unit.layout.numel)
-            if is_residual(kind) and not unit.residuals:
+            if (is_residual(kind) and not unit.residuals) or (kind in self._beside and unit.frozen):
                 whole = range(0)
-            elif kind not in (WEIGHTS, REFERENCE) and not is_residual(kind):
+            elif kind not in (WEIGHTS, REFERENCE, *self._beside) and not is_residual(kind):
                 whole = range(0) if unit.frozen else self._optimizer.elements(unit, kind)
             shard, here = overlap(unit.plan.shard, whole), overlap(unit.owned, whole)
-            if kind == SUM_RESIDUAL:
+            if kind == SUM_RESIDUAL or kind in self._beside:
                 here = shard
             elif sent:
                 shard = here = range(0) if absent else here
@@ -195,6 +203,29 @@ class ModelStates:
                 values = {placement.name: whole(placement) for placement in unit.layout.placements}
                 unit.fill(flat, elements, partial(_named, values))
 
+    def replace_weights(self, shards: Sequence[Tensor]) -> None:
+        """Replace the weights between two steps: `shards` are fp32, of `shard_elements`. All ranks call it.
+
+        Those of frozen units are not looked at.
+        """
+        parts = zip(self._units, self._ranges(WEIGHTS), self._held(WEIGHTS), shards, strict=True)
+        for index, (unit, (_, shard, here), held, new) in enumerate(parts):
+            if unit.frozen:
+                continue
+            self._weights.prefetcher.wait_for_gather_of(index)  # which reads the gather source
+            self._weights.wait_for_brought(index)  # it reads what is replaced of split weights
+            whole = new
+            if shard != here:  # every rank has the whole
+                sent = new.to(unit.full.device)
+                found = [torch.empty_like(sent) for _ in range(self._mesh.world_size)]
+                dist.all_gather(found, sent)
+                whole = torch.cat([found[rank] for rank in self._mesh.ranks(*unit.layout.axes)])
+            if held.is_plain:
+                held.values.copy_(whole)
+            else:
+                held.replace(whole)
+            self._weights.replaced(index)
+
     def _replaced(self, kind: str) -> Iterator[tuple[Unit, range | None, Tensor]]:
         """Each unit, the elements that this rank has and their buffer, to be written before the next one.
 
@@ -261,5 +292,7 @@ class ModelStates:
                 return [HeldStates(kind, each.returned) for each in tensors]
             here = self._mesh.rank in owners_of(kind, self._mesh, self._mesh.shards)
             return [HeldStates(kind, each.sent if here else nothing) for each in tensors]
+        if kind in self._beside:
+            return [HeldStates(kind, shard) for shard in self._beside[kind]]
         states, none = iter(self._optimizer.states), HeldStates(kind, torch.empty(0))
         return [none if unit.frozen else next(states).get(kind, none) for unit in self._units]

@@ -14,6 +14,8 @@ from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
 from megatron_zpp.config.zero import ZeroConfig
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.train.inputs import check_inputs
 from tests.config.command_line import MINIMAL
 
 # Megatron-LM's defaults that users have in their fingers (its arguments.py, core 0.12).
@@ -137,3 +139,49 @@ def test_groups_are_numbers_or_words_in_python_too() -> None:
         assert zero.zero_hpz_partition_size == zero.zero_gradient_partition_size == text
     with pytest.raises(ValueError, match=r"^--zero-hpz-partition-size 2\.5: must be a whole number of "):
         ZeroConfig(zero_stage=3, zero_hpz_partition_size=2.5)
+
+
+ISLAND = (
+    "--outer-interval 5 --islands-at hub:1 --island west --island-names west east --island-secret x".split()
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--outer-interval 10", "--outer-interval 10: needs --islands-at"),
+        ("--island west", "--island west: needs --islands-at"),
+        ("--islands-at hub", "--islands-at hub: must be HOST:PORT"),
+        ("--islands-at hub:70000", "--islands-at hub:70000: must be HOST:PORT"),
+        ("--islands-at ::1:29400", "--islands-at ::1:29400: must be HOST:PORT"),
+        ("--islands-at hub:29400", "--island-names (not given): give the names of all islands"),
+        ((*ISLAND, "--island-names", "west", "west"), "--island-names west west: give the names of all"),
+        ((*ISLAND, "--island-names", "west", "a/b"), "--island-names west a/b: 'a/b' may have only letters"),
+        ((*ISLAND, "--island", "north"), "--island north: must be one of --island-names west east"),
+        (ISLAND[:-2], "--island-secret (not given): give a file"),
+        ((*ISLAND, "--outer-overlap", "5"), "--outer-overlap 5: must be below --outer-interval 5"),
+        ((*ISLAND, "--outer-lr", "0"), "--outer-lr 0.0: must be above 0"),
+        ((*ISLAND, "--outer-momentum", "1"), "--outer-momentum 1.0: must be below 1"),
+        ((*ISLAND, "--train-tokens", "64"), "--train-tokens 64: contradicts --islands-at"),
+        ((*ISLAND, "--save", "x", "--no-save-optim"), "--no-save-optim (given): contradicts --islands-at"),
+    ],
+)
+def test_an_island_is_refused_what_it_cannot_obey(flags: str | tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse(*(flags.split() if isinstance(flags, str) else flags))
+    assert str(error.value).startswith(said)
+    assert parse(*ISLAND).islands.number == 0
+
+
+def test_the_secret_of_islands_is_in_a_file_and_in_no_message(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    config = parse(*ISLAND, "--island-secret", str(file))
+    with pytest.raises(ValueError, match=r"^--island-secret .*secret: No such file"):
+        check_inputs(config, Topology().mesh(), print)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"^--island-secret .*secret: must hold 16 characters or more"):
+        check_inputs(config, Topology().mesh(), print)
+    file.write_text("hush" * 4 + "\n")
+    assert config.islands.read_secret() == b"hush" * 4
+    assert "hush" not in config.to_yaml([])
+    assert check_inputs(config, Topology().mesh(), print).schedule.islands == 2

@@ -40,7 +40,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line of one of our commands or files; not `whole` if parts are omitted (…)."""
+    """A command line of one of our commands or files; not `whole` if parts are omitted (…) or named ($)."""
 
     program: str
     arguments: tuple[str, ...]
@@ -74,7 +74,8 @@ def command(line: str) -> Command | None:
         words = shlex.split(line, comments=True)
     except ValueError:  # part of a longer construction of the shell
         return None
-    whole = not ELLIPSES & set(words)
+    words = [word for word in words if word != "&"]
+    whole = not ELLIPSES & set(words) and "$" not in line
     words = [word for word in words if word not in ELLIPSES]
     for number, word in enumerate(words):
         rest = words[number + 1 :]

@@ -307,3 +307,29 @@ def test_a_planned_output_layer_of_8_bit_products_saves_as_much_as_a_real_one() 
     bf16, without, with_it = measured("1.3b_h100", "1.3b:16", *runs)
     plans = [milliseconds("1.3b", "16", *flags) for flags in ([], CODES, [*CODES, OUTPUT])]
     assert (plans[1] - plans[2]) / plans[0] == pytest.approx((without - with_it) / bf16, rel=0.1)
+
+
+ISLAND = "--islands-at hub:1 --island a --island-names a b c --island-secret none".split()
+
+
+def test_a_plan_names_the_interval_that_hides_an_exchange_and_counts_outer_states() -> None:
+    """What it names is the smallest, by the time that it says this run would wait."""
+    argv = "--dry-run --model-preset 1.3b --plan-gpus-per-node 8 --micro-batch-size 8 --global-batch-size 64"
+    job = [*argv.split(), *ISLAND, "--outer-format", "rotated4"]
+
+    def planned_at(*flags: str) -> str:
+        return printed(*job, "--plan-island-mbit", "1000", *flags)
+
+    said = planned_at()
+    assert "3 islands: each sends 667 MB and receives 1.33 GB (rotated4: 0.5078 bytes per parameter)" in said
+    assert "outer states                                              1.53" in said  # 10 bytes, of 8 ranks
+    assert "give --plan-island-mbit" in printed(*job)
+    (hidden, overlap, alone), waits = map(int, re.findall(r"-(?:interval|overlap) (\d+)", said)[:3]), []
+    assert hidden == overlap + 1
+    for interval, under_way in ((overlap + 1, overlap), (overlap, overlap - 1), (alone, 0), (alone - 1, 0)):
+        flags = ("--outer-interval", str(interval), "--outer-overlap", str(under_way))
+        waits.append(float(re.search(r"waits for (\S+)%", planned_at(*flags))[1]))
+    assert waits[0] == 0 < waits[1]
+    assert waits[2] <= 10 <= waits[3]
+    with pytest.raises(UsageError, match=r"^--plan-island-mbit 9\.0: needs --islands-at$"):
+        printed(*argv.split(), "--plan-island-mbit", "9")

@@ -2,6 +2,7 @@
 
 import re
 
+from megatron_zpp.config.islands import IslandsConfig
 from megatron_zpp.config.model import REQUIRED_SHAPE
 from megatron_zpp.config.options import flag_name
 from megatron_zpp.config.plan import LINK, NO_LINK
@@ -21,7 +22,9 @@ def assume(provided: Provided) -> tuple[str, ...]:
     """
     _check_needed(provided)
     if not _has_length(provided):
-        provided.fill("training", "train_iters", 1, _NAME)
+        interval = provided.get("islands.outer_interval") or IslandsConfig.outer_interval
+        islands = provided.get("islands.islands_at") is not None  # whose runs end with an outer step
+        provided.fill("training", "train_iters", interval if islands else 1, _NAME)
     provided.fill("learning_rate", "lr", 1e-4, _NAME)
     if not any(provided.get(f"data.{name}") for name in _DATA):
         provided.fill("data", "mock_data", True, _NAME)

@@ -112,6 +112,7 @@ def _curves(report: Report) -> str:
         (("global_batch_size",), "Global batch size"),
         (("loss_scale",), "Loss scale"),
         (("raised_units",), "Units that sent 8 bits"),
+        (("outer_seconds", "outer_wait_seconds"), "Seconds of an exchange of islands"),
         (("skipped", "nan"), "Skipped and NaN iterations"),
     ):
         found = [(name, curve(report.records, name, report.axis)) for name in names]

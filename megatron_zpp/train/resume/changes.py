@@ -27,6 +27,7 @@ _NUMBERING = {  # settings that determine how samples are numbered, by part
     "data": ("split", "dataset_order", "dataset_packing", "json_key", "append_eod", "mock_data"),
     "training": ("seed",),
     "model": ("seq_length",),
+    "islands": ("island_names", "island"),
 }
 _YOUNGER: Mapping[str, Settings] = {  # settings absent from older checkpoints, and the values their runs used
     "data": {"dataset_order": "windows", "dataset_packing": "concatenation", "json_key": "text"}

@@ -125,7 +125,7 @@ def _load(
             progress,
             before=ordered_samples(saved, ranks) if before is None else before,
             requested=resumed.requested_samples(config.training, config.evaluation)["train"],
-            samples=resumed.samples,
+            samples=resumed.samples * resumed.islands,
             same_numbers=not lines,
         )
         lines += said

@@ -19,6 +19,7 @@ class RunSchedule:
     `train_samples` is the length of a run given in samples; None if it is given in iterations. `start` is
     the progress from which this process trains: its batches begin there. `decoupled` has the rates of
     --decoupled-lr, if it is given. `until`: samples of --train-tokens, which the last step reaches.
+    `islands` share the training samples; all other counts of samples are those of this one.
     """
 
     batches: BatchSchedule
@@ -28,10 +29,17 @@ class RunSchedule:
     start: Progress = Progress()
     decoupled: LearningRate | None = None
     until: float = math.inf
+    islands: int = 1
 
     @classmethod
     def from_config(
-        cls, training: TrainingConfig, learning_rate: LearningRateConfig, ranks: int, *, seq_length: int
+        cls,
+        training: TrainingConfig,
+        learning_rate: LearningRateConfig,
+        ranks: int,
+        *,
+        seq_length: int,
+        islands: int = 1,
     ) -> "RunSchedule":
         """The schedule from iteration 0. Raises ValueError if sizes do not divide or there is no step."""
         batches = BatchSchedule(
@@ -57,7 +65,8 @@ class RunSchedule:
         until = math.inf if training.train_tokens is None else training.train_tokens / seq_length
         iterations = int(min(iterations, _steps_to(until, batches)))
         decoupled = rate.decoupled(learning_rate)
-        return cls(batches, rate, iterations, training.train_samples, decoupled=decoupled, until=until)
+        length = training.train_samples
+        return cls(batches, rate, iterations, length, decoupled=decoupled, until=until, islands=islands)
 
     def resumed(self, start: Progress) -> "RunSchedule":
         """The same schedule from `start` on; other batch sizes may have been used up to there.
@@ -111,7 +120,7 @@ class RunSchedule:
         valid = evaluations * evaluation.eval_iters * batch
         evaluated = self.evaluated_samples(evaluation)
         return {
-            "train": training.train_samples or self.iterations * batch,
+            "train": training.train_samples or self.iterations * batch * self.islands,
             "valid": None if evaluated is None else valid,
             "test": evaluated,
         }
@@ -136,13 +145,14 @@ class RunSchedule:
         return lines
 
     def check_data(self, train: Samples) -> None:
-        """Raise ValueError if one global batch would have to repeat samples."""
+        """Raise ValueError if one global batch, of all islands, would have to repeat samples."""
         size, there = self.batches.global_batch_size, train.windows_per_epoch
-        if there is not None and there < size:
+        if there is not None and there < size * self.islands:
+            of_all = f", and {self.islands} islands read {size * self.islands}" if self.islands > 1 else ""
             raise option_error(
                 "--global-batch-size",
                 size,
-                f"the train split has {there} samples; give more data or a smaller batch",
+                f"the train split has {there} samples{of_all}; give more data or a smaller batch",
             )
 
 

@@ -1,6 +1,8 @@
 """What a run logs of its steps: sums over a log interval, throughput, memory and times."""
 
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ class StepLog:
         self._timing = config.timing
         self._interval = Interval(engine.device)
         self.watch = Stopwatch()  # of the time of steps: pause it for everything else
+        self.more: Mapping[str, Any] = {}  # of the newest outer step
         # Of the newest step
         self._result: StepResult
         self._rate = 0.0
@@ -98,6 +101,7 @@ class StepLog:
                 "inter_node_bytes": inter_node,
                 **memory_record(self._engine.device),
                 **times,
+                **self.more,
             }
         )
         for line in lines:

@@ -1,0 +1,278 @@
+"""The outer weights of an island, and the arithmetic of an outer step.
+
+DiLoCo (2311.08105): every island sends the outer weights less its own. The mean of what the members of an
+outer step sent is the gradient of an outer SGD with Nesterov's momentum. All islands compute the step by
+themselves, from the same bytes and in the same order, each operation rounded by itself, so that their outer
+weights have the same bits, whatever their meshes.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_zpp.config.islands import IslandsConfig
+from megatron_zpp.config.root import Config
+from megatron_zpp.exchange.codecs import clear
+from megatron_zpp.islands.frames import Frame, Wanted, chunks_of, from_text, sends, to_text
+from megatron_zpp.ops.formats import LloydMaxFormat
+from megatron_zpp.ops.operations import Operations
+from megatron_zpp.ops.signs import Signs
+from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.zero.held_states import OUTER, OUTER_SENT, OUTER_WEIGHTS, WEIGHTS
+
+BLOCK = 256  # elements of a code's block
+_SEED = 0x0DD5EED  # of the signs of rotated frames, which all islands know
+Received = Sequence[Sequence[tuple[str, int, Any]]]  # by member: description, number and bytes of frames
+
+
+class Codec:
+    """What a frame's numbers travel as: themselves, bf16, or rotated codes whose losses are sent later."""
+
+    def __init__(self, format: str, operations: Operations | None) -> None:
+        self._dtype = torch.bfloat16 if format == "bf16" else torch.float32
+        self._format = LloydMaxFormat(int(format[-1]), BLOCK) if format.startswith("rotated") else None
+        self._operations = operations
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether what codes lose is kept and sent later (error feedback, 1901.09847)."""
+        return self._format is not None
+
+    def encode(self, values: Tensor, lost: Tensor | None, step: int) -> Tensor:
+        """The bytes of `values` (n,) fp32, and in `lost` (n,) bf16 what they lose of it and of the sum."""
+        if self._format is None:
+            return values.to(self._dtype).view(torch.uint8)
+        assert lost is not None
+        assert self._operations is not None
+        size = self._format.message_bytes(len(values))
+        message = torch.empty(1, size, dtype=torch.uint8, device=values.device)
+        signs, one = Signs(_SEED, 0, step), torch.ones((), device=values.device)
+        self._operations.quantize_rotated(values, message, self._format, signs, lost=lost[None], divisor=one)
+        return message[0]
+
+    def decode(self, message: Tensor, numel: int, step: int) -> Tensor:
+        """The numbers (n,) fp32 of bytes. Raises ValueError if there are others than `numel` has."""
+        expected = numel * self._dtype.itemsize
+        if self._format is not None:
+            expected = self._format.message_bytes(numel)
+        if len(message) != expected:
+            raise ValueError(f"an island sent {len(message)} bytes for {numel} elements, not {expected}")
+        if self._format is None:
+            return message.view(self._dtype).float()
+        assert self._operations is not None
+        values = torch.empty(numel, device=message.device)
+        self._operations.sum_rotated(message[None], values, self._format, Signs(_SEED, 0, step))
+        return values
+
+
+class OuterState:
+    """This rank's shards of the outer weights, of their momentum, and of what codes have lost.
+
+    They are where the master weights are, and the engine's checkpoints have them. All ranks make the same
+    calls.
+    """
+
+    def __init__(self, engine: ZeroEngine, config: IslandsConfig, operations: Operations | None) -> None:
+        self._engine, self._config = engine, config
+        self._codec = Codec(config.outer_format, operations)
+        trained = [unit for unit in engine.units if not unit.frozen]
+        weights = self._own_weights()
+        self._weights = [shard.clone() for shard in weights]
+        self._momentum = [torch.zeros_like(shard) for shard in weights]
+        engine.states.keep(OUTER_WEIGHTS, self._weights)
+        engine.states.keep(f"{OUTER}momentum", self._momentum)
+        self._residuals: list[Tensor] = []
+        if self._codec.has_residual:
+            self._residuals = [torch.zeros_like(shard, dtype=torch.bfloat16) for shard in weights]
+            engine.states.keep(f"{OUTER}residuals", self._residuals)
+        self._sent: list[Tensor] = []  # the weights of the newest exchange, if it travels during steps
+        if config.outer_overlap:
+            self._sent = [torch.zeros_like(shard) for shard in weights]
+            engine.states.keep(OUTER_SENT, self._sent)
+        mesh = engine.mesh
+        self._chunks = [chunk for unit in trained for chunk in chunks_of(unit.number, unit.layout, mesh)]
+        own = {unit.number for unit in trained if sends(unit.layout, mesh)}
+        self._sends = [chunk.unit in own for chunk in self._chunks]
+        self._gaps = {unit.number: unit.layout.gaps_in(unit.layout.shard(mesh)) for unit in trained}
+        self.layout = to_text([chunk.frame for chunk in compress(self._chunks, self._sends)])
+        self._own = to_text([chunk.frame for chunk in self._chunks])
+        self.wanted = Wanted(self._chunks)
+        self._rounded: list[Tensor] = []  # the residuals after the newest exchange
+        self._encoded: list[tuple[str, int, Tensor]] = []  # and its frames, of all chunks
+        self._rooms: dict[int, Tensor] = {}  # see `_room_for`
+
+    def begin(self) -> None:
+        """Begin a run: the outer weights are the weights, and nothing has moved."""
+        for outer, weights in zip(self._weights, self._own_weights(), strict=True):
+            outer.copy_(weights)
+        for shard in (*self._momentum, *self._residuals):
+            shard.zero_()
+
+    @torch.no_grad()
+    def leave(self, step: int, *, again: bool = False) -> tuple[list[Tensor], Callable[[], None]]:
+        """What this rank sends at an outer step: a frame (bytes,) uint8 on the CPU of each that `layout` has.
+
+        They may be read after a call of the other thing returned, from any thread, until the next `leave`.
+        `again`: of the weights that were sent before, after a resumed run has loaded them.
+        """
+        weights = self._own_weights()
+        if self._sent and not again:
+            for sent, own in zip(self._sent, weights, strict=True):
+                sent.copy_(own)
+        weights = self._sent or weights
+        self._rounded = [residual.clone() for residual in self._residuals]
+        self._encoded = []
+        for number, (unit, elements, _) in enumerate(self._chunks):
+            moved = self._weights[unit][elements] - weights[unit][elements]
+            lost = self._rounded[unit][elements] if self._rounded else None
+            message = self._codec.encode(moved, lost, step)
+            if message.is_cuda:
+                message = self._room_for(number, message).copy_(message, non_blocking=True)
+            self._encoded.append((self._own, number, message))
+        for unit, lost in enumerate(self._rounded):
+            clear(lost, self._gaps.get(unit, ()))
+        copied = torch.cuda.current_stream().record_event().synchronize if self._rooms else lambda: None
+        return [frame for _, _, frame in compress(self._encoded, self._sends)], copied
+
+    @torch.no_grad()
+    def arrive(self, step: int, members: Sequence[str], received: Mapping[str, Any], island: str) -> None:
+        """Take the outer step `step`, of which this island is a member, and move the weights by it.
+
+        `received` has the frames of the other members. The weights may have moved on since `leave`.
+        """
+        found = {island: self._encoded} | dict(received)
+        self._step(step, [found[member] for member in members])
+        for residual, rounded in zip(self._residuals, self._rounded, strict=True):
+            residual.copy_(rounded)
+        new = self._weights
+        if self._sent:
+            weights = self._own_weights()
+            new = [
+                outer + (own - sent)
+                for outer, own, sent in zip(self._weights, weights, self._sent, strict=True)
+            ]
+        self._engine.states.replace_weights(new)
+        self._encoded, self._rounded = [], []
+
+    @torch.no_grad()
+    def replay(self, step: int, members: Sequence[str], received: Mapping[str, Any]) -> None:
+        """Take an outer step to which this island has not contributed, or does not know what."""
+        self._step(step, [received[member] for member in members])
+
+    def give_up(self) -> None:
+        """Take the outer weights, and forget what this island has moved by since."""
+        self._engine.states.replace_weights(self._weights)
+        for residual in self._residuals:
+            residual.zero_()
+        self._encoded, self._rounded = [], []
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Have the outer weights in place of this island's in the block, for an evaluation."""
+        weights, states = self._engine.weights, self._engine.states
+        own = [shard.clone() for shard in self._own_weights()]
+        references = [] if weights.formats is None else [each.clone() for each in weights.own_references()]
+        states.replace_weights(self._weights)
+        try:
+            yield
+        finally:
+            states.replace_weights(own)
+            for index, reference in enumerate(references):
+                if self._engine.units[index].message is not None:
+                    self._engine.units[index].own_kept.copy_(reference)
+                    weights.reference_replaced(index)
+
+    def _own_weights(self) -> list[Tensor]:
+        """This rank's shard of each unit; of frozen ones nothing."""
+        shards = self._engine.states.shards(WEIGHTS)
+        return [
+            shard[:0] if unit.frozen else shard
+            for unit, shard in zip(self._engine.units, shards, strict=True)
+        ]
+
+    def _room_for(self, number: int, message: Tensor) -> Tensor:
+        """Pinned memory for a frame, the same at each outer step."""
+        if number not in self._rooms:
+            self._rooms[number] = torch.empty(message.shape, dtype=torch.uint8, pin_memory=True)
+        return self._rooms[number]
+
+    def _step(self, step: int, received: Received) -> None:
+        """An outer step with the frames of each member."""
+        sources = [_Source(frames, self._codec, self.wanted, step) for frames in received]
+        for number, (unit, elements, frame) in enumerate(self._chunks):
+            outer, momentum = self._weights[unit][elements], self._momentum[unit][elements]
+            gradient = torch.zeros_like(outer)
+            for source in sources:
+                gradient.add_(source.values(number, frame, outer.device))
+            gradient.div_(len(sources))
+            momentum.mul_(self._config.outer_momentum).add_(gradient)
+            gradient.add_(momentum * self._config.outer_momentum).mul_(self._config.outer_lr)
+            outer.sub_(gradient)
+        for unit, gaps in self._gaps.items():
+            clear(self._weights[unit], gaps)
+            clear(self._momentum[unit], gaps)
+
+
+def outer_state(engine: ZeroEngine, config: Config) -> OuterState:
+    """The outer state of a run, which its checkpoint may fill."""
+    operations = None
+    if config.islands.outer_format.startswith("rotated"):
+        from megatron_zpp.ops.library import load_operations
+
+        required = config.distributed.require_kernels
+        operations = load_operations(engine.device.type, require_kernels=required, say=lambda line: None)
+    return OuterState(engine, config.islands, operations)
+
+
+class _Source:
+    """What one member sent, by this rank's chunks."""
+
+    def __init__(
+        self, frames: Sequence[tuple[str, int, Any]], codec: Codec, wanted: Wanted, step: int
+    ) -> None:
+        self._codec, self._wanted, self._step = codec, wanted, step
+        self._frames = [(from_text(text)[number], data) for text, number, data in frames]
+        self._same = {wanted.same(frame): at for at, (frame, _) in enumerate(self._frames)}
+        self._decoded: tuple[int, Tensor] = -1, torch.empty(0)  # the newest, which several chunks may need
+
+    def values(self, number: int, frame: Frame, device: torch.device) -> Tensor:
+        """The numbers (n,) fp32 of a chunk. Raises ValueError if the member has not sent all of them."""
+        if number in self._same:
+            return self._decode(self._same[number], device)
+        found = torch.full((frame.numel,), torch.nan, device=device)
+        for gap in _gaps(frame):
+            found[gap] = 0.0
+        for at, (other, _) in enumerate(self._frames):
+            moves = self._wanted.moves(other).get(number, ())
+            values = self._decode(at, device) if moves else found
+            for move in moves:
+                array = _array(values, move.source.at, move.source.shape)
+                _array(found, move.target.at, move.target.shape)[move.target_box] = array[move.source_box]
+        return found
+
+    def _decode(self, at: int, device: torch.device) -> Tensor:
+        if self._decoded[0] != at:
+            frame, data = self._frames[at]
+            own = isinstance(data, Tensor)
+            message = data if own else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._decoded = at, self._codec.decode(message.to(device), frame.numel, self._step)
+        return self._decoded[1]
+
+
+def _array(flat: Tensor, at: int, shape: tuple[int, ...]) -> Tensor:
+    return flat[at : at + math.prod(shape)].view(shape)
+
+
+def _gaps(frame: Frame) -> Iterator[slice]:
+    """The elements of a frame that no parameter has."""
+    used = sorted({(part.at, part.at + math.prod(part.shape)) for part in frame.parts})
+    stop = 0
+    for first, last in used:
+        yield slice(stop, first)
+        stop = last
+    yield slice(stop, frame.numel)

@@ -1,0 +1,199 @@
+"""Whole runs as islands: equal weights at the end, whatever their meshes, kills and pauses."""
+
+import json
+import random
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.faults.network import Link
+from megatron_zpp.checkpoint.directory import newest_first
+from megatron_zpp.checkpoint.read import CheckpointReader
+from tests.support import Run, free_port, logged
+
+NAMES = ("west", "east")
+MESHES = {"west": (2, "--zero-stage 3"), "east": (1, "--zero-stage 1 --eval-iters 2")}
+
+
+def place(link: Link | None, node: int, clock: float = 0.0) -> None:
+    """Move this process to an end of the link, and let its clock be off by some seconds."""
+    if link is not None:
+        link.enter(node)
+    true = time.time
+    time.time = lambda: true() + clock
+
+
+class Islands:
+    """A hub and the runs of two islands, of two ranks and of one, on a directory."""
+
+    def __init__(self, directory: Path, flags: list[str], settings: str, link: Link | None = None) -> None:
+        """With a `link` they are at its ends, and the hub is beside west."""
+        directory.mkdir(exist_ok=True)
+        self._directory, self._flags, self._link = directory, [*flags, *settings.split()], link
+        host = "127.0.0.1" if link is None else link.address(0)
+        self._address, self._secret = f"{host}:{free_port()}", directory / "secret"
+        self._secret.write_text("a secret that nobody else has")
+        self.hub = Run(directory / "hub", 1, "megatron_zpp.commands.islands")
+        self.runs: dict[str, Run] = {}
+
+    def start_hub(self, *more: str) -> None:
+        """Start the hub, again if it has ended."""
+        flags = ["--listen", self._address, "--directory", str(self._directory / "steps"), "--wait", "5"]
+        flags += ["--secret-file", str(self._secret), "--names", *NAMES, *more]
+        self.hub.start(0, *flags, change=partial(place, self._link, 0))
+
+    def start(self, island: str, *more: str, clock: float = 0.0) -> Run:
+        """Start an island, from its newest checkpoint, whose clock is off by some seconds."""
+        ranks, settings = MESHES[island]
+        saves = str(self.saves(island))
+        run = self.runs[island] = Run(self._directory / island, ranks)
+        for rank in range(ranks):
+            flags = [*self._flags, *settings.split(), "--save", saves, "--load", saves, *more]
+            flags += ["--islands-at", self._address, "--island-names", *NAMES, "--island", island]
+            flags += ["--island-secret", str(self._secret), "--metrics-file", str(self.metrics(island))]
+            run.start(rank, *flags, change=partial(place, self._link, NAMES.index(island), clock))
+        return run
+
+    def end(self) -> None:
+        """Wait for the ends of both."""
+        for name, run in self.runs.items():
+            assert set(run.statuses().values()) == {0}, run.err(0) + run.out(0) + name
+
+    def saves(self, island: str) -> Path:
+        return self._directory / f"{island}-saves"
+
+    def metrics(self, island: str) -> Path:
+        return self._directory / f"{island}.jsonl"
+
+    def weights(self, island: str) -> dict[str, Tensor]:
+        path = next(newest_first(self.saves(island)))
+        with CheckpointReader(path) as reader:
+            return reader.parameters()
+
+    def consumed(self, island: str) -> list[int]:
+        """The samples read for each outer step of which the island was a member."""
+        records = sorted((self._directory / "steps").glob("step_*/closed.json"))
+        members = [json.loads(path.read_text())["members"] for path in records]
+        return [of_step[island]["consumed"] for of_step in members if island in of_step]
+
+    def validation(self, island: str) -> list[float]:
+        return logged(self.metrics(island), "valid_loss")
+
+
+@contextmanager
+def islands(
+    directory: Path, flags: list[str], settings: str, *of_hub: str, link: Link | None = None
+) -> Iterator[Islands]:
+    """With the hub started; all processes end with the block."""
+    both = Islands(directory, flags, settings, link)
+    with both.hub:
+        both.start_hub(*of_hub)
+        try:
+            yield both
+        finally:
+            for run in both.runs.values():
+                run.__exit__(None, None, None)
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_islands_of_other_meshes_end_with_the_same_weights(flags: list[str], tmp_path: Path) -> None:
+    settings = "--outer-interval 3 --train-iters 9 --eval-interval 3 --eval-iters 1 --outer-format rotated4"
+    with islands(tmp_path, flags, settings) as both:
+        for name in NAMES:
+            both.start(name)
+        both.end()
+        assert equal(both.weights("west"), both.weights("east"))
+        assert both.validation("west") == both.validation("east")
+        west, east = (logged(both.metrics(name)) for name in NAMES)
+        assert west[0] != east[0]  # they read other samples
+        assert logged(both.metrics("west"), "islands") == [2] * 7
+
+
+def test_islands_that_end_during_an_exchange_resume_with_the_same_bits(
+    flags: list[str], tmp_path: Path
+) -> None:
+    """Ends after 4 and 8 of 12 steps, an exchange after each third, whose result is taken two steps later."""
+    settings = "--outer-interval 3 --train-iters 12 --eval-iters 0 --outer-format rotated4 --outer-overlap 2"
+    found = []
+    for directory, more in ((tmp_path / "whole", ""), (tmp_path / "parts", "--exit-interval 4")):
+        with islands(directory, flags, f"{settings} {more}", "--quorum", "2") as both:
+            for _ in range(3 if more else 1):
+                for name in NAMES:
+                    both.start(name)
+                both.end()
+            found += [both.weights(name) for name in NAMES]
+    assert all(equal(found[0], weights) for weights in found)
+
+
+def test_a_killed_island_comes_back_where_the_other_one_is(flags: list[str], tmp_path: Path) -> None:
+    settings = "--outer-interval 3 --train-iters 150 --eval-iters 0 --save-interval 5"
+    with islands(tmp_path, flags, settings) as both:
+        west, east = (both.start(name) for name in NAMES)
+        west.wait_for("outer step 3 of west, east")
+        west.send(0, signal.SIGKILL)
+        west.statuses()
+        east.wait_for("outer step 7 of east")
+        again = both.start("west")
+        again.wait_for("were taken without this island")
+        both.hub.send(0, signal.SIGKILL)
+        both.hub.statuses()
+        both.start_hub()
+        both.end()
+        assert equal(both.weights("west"), both.weights("east"))
+        taken = logged(both.metrics("west"), "iteration")
+        assert taken[-1] == 150
+        assert 10 < len(taken) < 145  # it took no step while it was away
+        read = [0, *both.consumed("west")]
+        assert all(0 < after - before <= 3 * 8 for before, after in pairwise(read))  # none left out, or twice
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", range(60))
+def test_a_fault_of_one_island_is_nothing_to_the_other(
+    flags: list[str], tmp_path: Path, number: int, link: Link
+) -> None:
+    """A kill, a stop, a link that is down, or a clock that is off, at a random moment."""
+    draw = random.Random(number)
+    fault, victim = ("kill", "stop", "cut", "clock")[number % 4], draw.choice(NAMES)
+    seconds, other = draw.uniform(1, 8), next(name for name in NAMES if name != victim)
+    settings = "--train-iters 150 --outer-interval 10 --outer-overlap 8 --outer-format rotated4"
+    settings += " --eval-iters 0 --save-interval 10 --micro-batch-size 32"
+    with islands(tmp_path, flags, settings, "--wait", "0.8", link=link) as both:
+        for name in NAMES:
+            both.start(name, clock=draw.uniform(-86400, 86400) if (fault, name) == ("clock", victim) else 0.0)
+        runs, survivor = both.runs, both.metrics("west" if fault == "cut" else other)
+        runs[other].wait_for(" of west, east")
+        time.sleep(draw.uniform(0, 1))
+        before = len(logged(survivor))
+        if fault == "kill":
+            runs[victim].send(draw.randrange(len(runs[victim].processes)), signal.SIGKILL)
+            runs[victim].statuses()
+            time.sleep(seconds / 2)
+            both.start(victim)
+        elif fault == "stop":
+            for signal_number in (signal.SIGSTOP, signal.SIGCONT):
+                for rank in runs[victim].processes:
+                    runs[victim].send(rank, signal_number)
+                time.sleep(seconds)
+        elif fault == "cut":  # between east and the hub
+            link.fail("cut", 1)
+            time.sleep(seconds)
+            link.mend()
+        during = logged(survivor, "elapsed_ms")[before:]
+        both.end()
+        assert equal(both.weights("west"), both.weights("east"))
+        took, losses = logged(survivor, "elapsed_ms"), logged(survivor)
+        assert statistics.mean(losses[-10:]) < statistics.mean(losses[before - 10 : before])
+        assert not during or statistics.mean(during) <= 1.1 * statistics.mean(took[10:before])
