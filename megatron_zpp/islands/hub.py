@@ -252,7 +252,7 @@ class Hub:
             )
 
     def _tell_newest(self, peer: _Rank) -> None:
-        """Tell the newest step, and await the island, which goes on from it, at the next one."""
+        """Tell the newest step, and await the island, which continues from it, at the next one."""
         with self._lock:
             before, newest = self._times if len(self._times) == 2 else (0.0, 0.0)
             since = time.monotonic() - newest if newest else 0.0

@@ -241,7 +241,7 @@ class _Source:
         self._decoded: tuple[int, Tensor] = -1, torch.empty(0)  # the newest, which several chunks may need
 
     def values(self, number: int, frame: Frame, device: torch.device) -> Tensor:
-        """The numbers (n,) fp32 of a chunk. Raises ValueError if the member has not sent all of them."""
+        """The numbers (n,) fp32 of a chunk; NaN where the member has sent none, so that nobody misses it."""
         if number in self._same:
             return self._decode(self._same[number], device)
         found = torch.full((frame.numel,), torch.nan, device=device)

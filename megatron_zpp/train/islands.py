@@ -32,7 +32,7 @@ class Islands:
 
     With an interval of H steps, outer step t begins after iteration (t + 1) · H. Its result is taken at once,
     or with --outer-overlap some steps later. An island that was left out of it takes the outer steps that it
-    missed, and goes on at the iteration where the others are.
+    missed, and continues at the iteration that the others have reached.
     """
 
     def __init__(
@@ -73,15 +73,12 @@ class Islands:
         self._contributed: int | None = (
             None  # samples read for the newest outer step of this island, if known
         )
-        self._pace, self._resumed = (
-            0.0,
-            0.0,
-        )  # seconds of a step, as they were lately; when the newest one began
+        self._pace = self._resumed = 0.0  # seconds of a recent step; when the newest one began
         self._totals = [0, 0]  # bytes that all ranks had sent and received at the newest outer step
         self.record: dict[str, Any] = {}  # of the newest outer step, for the log
 
     def start(self, progress: Progress) -> Progress:
-        """Join the other islands; returns where this one goes on."""
+        """Join the other islands; returns the progress from which this one continues."""
         interval, under_way = self._config.outer_interval, progress.exchange_begun is not None
         if progress.iteration % interval == 0 and not under_way:
             self._contributed = progress.consumed_samples
@@ -106,7 +103,7 @@ class Islands:
         return progress
 
     def end(self, progress: Progress, *, last: bool) -> Progress:
-        """Take the result of the exchange under way, if it is due; returns where this island goes on."""
+        """Take the result of the exchange under way, if it is due; returns the progress after it."""
         progress = self._end(progress, last=last)
         self._resumed = time.monotonic()
         return progress
@@ -153,7 +150,7 @@ class Islands:
         self._ended = time.monotonic()
 
     def _catch_up(self, progress: Progress) -> Progress:
-        """Take all outer steps that others have taken without this island, and go on where they are.
+        """Take all outer steps that others have taken without this island, and rejoin them.
 
         They have taken some inner steps since. This island takes as many as it can before the next outer
         step, so that nobody has to wait for it. It reads on behind the samples of the newest outer step that
@@ -177,7 +174,7 @@ class Islands:
             iteration += interval - left
         self._engine.iteration = iteration
         self._say(
-            f" outer steps up to {step - 1} were taken without this island, which goes on from them: "
+            f" outer steps up to {step - 1} were taken without this island, which continues from them: "
             f"iteration {progress.iteration} becomes {iteration}, after {time.monotonic() - began:.1f} s"
         )
         if self._contributed is None:

@@ -188,7 +188,7 @@ class Trainer:
         )
 
     def _outer_step(self, islands: "Islands", *, begins: bool = True) -> bool:
-        """Begin and end what is due of an outer step; returns whether the run goes on at other samples."""
+        """Begin and end what is due of an outer step; returns whether other samples come next."""
         consumed = self.progress.consumed_samples
         if begins:
             self.progress = islands.begin(self.progress)
