@@ -50,7 +50,7 @@ class PairedRuns:
     key: Callable[[str, int], str]
     run: Callable[[Job], Run]
     threads: int = 1
-    prepare: Callable[[], None] = int
+    prepare: Callable[[], object] = int
     started: float = field(default_factory=lambda: time.monotonic())  # when the limit began to run
 
     def complete(
@@ -164,7 +164,7 @@ class PairedRuns:
 
 
 def begin_process(
-    gpus: Sequence[str] | None, numbers: SimpleQueue[int], threads: int, prepare: Callable[[], None]
+    gpus: Sequence[str] | None, numbers: SimpleQueue[int], threads: int, prepare: Callable[[], object]
 ) -> None:
     """Prepare a process of the pool, and give it its GPU before it uses CUDA; `numbers` has one for each.
 

@@ -102,6 +102,7 @@ def train(settings: dict[str, Any], text: Path, job: Job) -> dict[str, Any]:
     """One run: its final loss, skipped steps and its time."""
     import torch
 
+    from benchmarks.contest.protocol import plain_model
     from benchmarks.plain_engine import PlainEngine
     from megatron_zpp.config.root import parse_args
     from megatron_zpp.distributed.topology import Topology
@@ -109,6 +110,7 @@ def train(settings: dict[str, Any], text: Path, job: Job) -> dict[str, Any]:
     from megatron_zpp.train.schedule.learning_rate import LearningRate
     from megatron_zpp.train.setup.build_engine import build_engine
     from megatron_zpp.train.setup.device import prepare_device
+    from megatron_zpp.zero.engine import ZeroEngine
 
     name, seed = job
     started, steps = time.perf_counter(), settings["steps"]
@@ -117,11 +119,12 @@ def train(settings: dict[str, Any], text: Path, job: Job) -> dict[str, Any]:
     config, topology = parse_args(flags_of(settings, name, seed)), Topology()
     device = prepare_device(config, topology)
     vocabulary = settings["text"]["vocabulary"]
-    engine = (
-        PlainEngine(config, vocabulary, device.device, compiled=device.compiles)
-        if name == PLAIN
-        else build_engine(config, vocabulary, device, topology)
-    )
+    engine: PlainEngine | ZeroEngine
+    if name == PLAIN:
+        plain = plain_model(config.model, vocabulary, device.device, seed)
+        engine = PlainEngine(plain, config.optimizer, bf16=True, compiled=device.compiles)
+    else:
+        engine = build_engine(config, vocabulary, device, topology)
     rate = LearningRate.from_config(
         config.learning_rate, samples=steps * samples, samples_per_iteration=samples
     )
