@@ -34,11 +34,9 @@ python benchmarks/convergence.py --ladder islands --optimizer muon --tuned tuned
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,13 +44,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, STOPPED, program_parser, save_result
-from benchmarks.contest.grid import visible_gpus
+from benchmarks.common import STOPPED, program_parser, save_result
 from benchmarks.emulation.descent import SEARCHES, Comparison
 from benchmarks.emulation.rungs import BASELINE, GATE_PAIRS, ISLANDS, LADDERS, RUNGS, Rung
 from benchmarks.emulation.text import Text, coarser
-from benchmarks.intervals import mean_and_interval
-from benchmarks.paired_runs import Job, PairedRuns, gap_cells, gaps_of, loses_pairs
+from benchmarks.paired_runs import Job, PairedRuns, Run, campaign_arguments, gap_cells, gaps_of
+from benchmarks.paired_runs import key_of as key_of_all
 
 # By size: steps, samples of a micro-batch, samples and times of the evaluation, share of the warm-up. With a
 # warm-up of 25 steps 1M became unstable at its end, and pairs scattered by 0.3%; with 100 by 0.01%.
@@ -90,22 +87,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         default="muon",
         help="of --tuned: for pairs, or inside islands",
     )
-    parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
-    parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
+    campaign_arguments(parser)
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--micro-batch-size", type=int)
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--graphs", action="store_true", help="CUDA graphs of forward and backward")
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU; bf16 there, else fp32"
     )
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="of this call")
-    parser.add_argument("--name", help="of the result; default emulation_SIZE_DEVICE")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--runs-file", type=Path, help="default build/emulation/NAME.jsonl")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--plot", type=Path, metavar="RESULT", help="draw the curves of a result and exit")
     options = parser.parse_args(argv)
@@ -133,38 +122,24 @@ def main(argv: Sequence[str]) -> int:
 
         print(f"written to {draw(options.plot)}")
         return 0
-    started = time.monotonic()
     options.device = options.device or default_device()
     on_text = "_text" if options.text else ""
     kind = "descent" if options.descend else "emulation"
     options.name = options.name or f"{kind}_{options.size}{on_text}_{options.device}"
-    path = options.runs_file or Path("build") / "emulation" / f"{options.name}.jsonl"
+    options.runs_file = options.runs_file or Path("build") / "emulation" / f"{options.name}.jsonl"
     settings = run_settings(options)
     campaign = PairedRuns(
-        path=path,
+        options=options,
+        settings=settings,
         key=lambda name, seed: key_of(*named(settings, name), seed),
         run=partial(_run, settings, options.device, options.text),
-        prepare=partial(_prepare, options.device),
-        processes=options.processes,
-        gpus=visible_gpus() if options.device == "cuda" else (),
-        limit_seconds=options.limit_seconds,
-        started=started,
+        prepare=_fix_order_of_sums,
     )
     if options.descend:
         return tune(campaign, settings, options)
-    done = campaign.finished(lambda name: name in RUNGS or name in ISLANDS)
-    if lost := loses_pairs(options.output / f"{options.name}.json", "rungs", settings, done):
-        print(f"convergence.py: error: {lost}", file=sys.stderr)
-        return 2
-    jobs = [(name, seed) for seed in range(options.pairs) for name in options.rungs]
-    missing = [job for job in jobs if job not in done]
-    print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", flush=True)
-    finished = not missing or campaign.run_missing(lambda: jobs, done)
-    figures = summary((*RUNGS, *ISLANDS), done, settings)  # also those of earlier calls
-    written = save_result(options.name, figures, options.output)
-    print(table(figures))
-    print(f"written to {written}")
-    return 0 if finished else STOPPED
+    return campaign.complete(
+        options.rungs, (*RUNGS, *ISLANDS), "rungs", partial(figures_of_rung, settings), table
+    )
 
 
 def tune(campaign: PairedRuns, settings: dict[str, Any], options: argparse.Namespace) -> int:
@@ -259,36 +234,22 @@ def key_of(settings: dict[str, Any], rung: Rung, seed: int) -> str:
         for field in dataclasses.fields(rung)
         if (value := getattr(rung, field.name)) != field.default
     }
-    text = json.dumps([settings, differing, seed], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
+    return key_of_all(settings, differing, seed)
 
 
-def summary(
-    names: Iterable[str], done: dict[Job, dict[str, Any]], settings: dict[str, Any]
+def figures_of_rung(
+    settings: dict[str, Any], name: str, runs: Sequence[Run], baselines: Sequence[Run]
 ) -> dict[str, Any]:
-    """Per rung the gaps to the baseline of the same seed, their mean and 95% interval, in percent."""
-    rungs: dict[str, Any] = {}
-    for name in names:
-        seeds = [seed for (rung, seed) in sorted(done) if rung == name and (BASELINE, seed) in done]
-        if not seeds:
-            continue
-        islands = named(settings, name)[0].get("islands")
-        runs, baselines = ([done[run, seed] for seed in seeds] for run in (name, BASELINE))
-        losses = [run["loss"] for run in runs]
-        rungs[name] = {
-            "settings": dataclasses.asdict(RUNGS[name]) if islands is None else islands,
-            "bytes_per_parameter": runs[0]["bytes_per_parameter"],
-            "bytes_per_parameter_in_layers": runs[0]["bytes_per_parameter_in_layers"],
-            "pairs": len(seeds),
-            "losses": dict(zip(seeds, losses, strict=True)),
-            "skipped_steps": sum(run["skipped"] for run in runs),
-            "raised_units": sum(run.get("raised_units", 0) for run in runs),  # over all steps
-            "seconds": round(sum(run["seconds"] for run in runs) / len(seeds), 1),
-            "gap": gaps_of(losses, [run["loss"] for run in baselines]),
-            "reference_lag": mean_lags([run.get("reference_lag", []) for run in runs]),
-            "gap_of_training_loss": training_gaps(list(zip(runs, baselines, strict=True))),
-        }
-    return {"settings": settings, "rungs": rungs}
+    """What a result has of a rung beside the figures of all campaigns."""
+    islands = named(settings, name)[0].get("islands")
+    return {
+        "settings": dataclasses.asdict(RUNGS[name]) if islands is None else islands,
+        "bytes_per_parameter": runs[0]["bytes_per_parameter"],
+        "bytes_per_parameter_in_layers": runs[0]["bytes_per_parameter_in_layers"],
+        "raised_units": sum(run.get("raised_units", 0) for run in runs),  # over all steps
+        "reference_lag": mean_lags([run.get("reference_lag", []) for run in runs]),
+        "gap_of_training_loss": training_gaps(list(zip(runs, baselines, strict=True))),
+    }
 
 
 def mean_lags(runs: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
@@ -299,15 +260,13 @@ def mean_lags(runs: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
     ]
 
 
-def training_gaps(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[list[float | None]]:
+def training_gaps(pairs: Sequence[tuple[Run, Run]]) -> list[list[float | None]]:
     """(step, mean gap, half-width of its 95% interval), in percent, of the mean loss of 20 steps."""
     rows: list[list[float | None]] = []
     curves = [(run.get("train", []), baseline.get("train", [])) for run, baseline in pairs]
     for points in zip(*(zip(*curve, strict=True) for curve in curves), strict=True):
-        gaps = [100 * (loss / of_baseline - 1) for (_, loss), (_, of_baseline) in points]
-        mean, half_width = mean_and_interval(gaps)
-        half_width = None if half_width is None else round(half_width, 4)
-        rows.append([points[0][0][0], round(mean, 4), half_width])
+        gap = gaps_of(*zip(*((loss, of_baseline) for (_, loss), (_, of_baseline) in points), strict=True))
+        rows.append([points[0][0][0], gap["mean_percent"], gap["half_width_95_percent"]])
     return rows
 
 
@@ -352,16 +311,10 @@ def print_rungs() -> None:
         print(f"--ladder {name}: {', '.join(rungs)}")
 
 
-def _prepare(device: str) -> None:
-    """Starts a process of the pool."""
-    import torch
-
+def _fix_order_of_sums() -> None:
     from megatron_zpp.train.setup.determinism import fix_order_of_sums
 
-    torch.set_num_threads(1)
     fix_order_of_sums(os.environ)
-    if device == "cuda":
-        torch.cuda.init()
 
 
 def _run(settings: dict[str, Any], device: str, text: Path | None, job: Job) -> dict[str, Any]:

@@ -7,7 +7,6 @@ Fault campaigns count with benchmarks, also where tests/faults/ held them. Flags
 running the commit's own pretrain_gpt.py: its --help, and one step on a CPU. Docs are README.md and docs/.
 """
 
-import argparse
 import ast
 import re
 import subprocess
@@ -16,7 +15,10 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
+
+from benchmarks.common import ROOT, program_parser
+
 STEP = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 255 --num-layers 1 --hidden-size 16 "
     "--num-attention-heads 2 --seq-length 16 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 "
@@ -102,9 +104,7 @@ def count(commit: str | None) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("commit", nargs="?", help="default: the working tree")
     parser.add_argument("--beside", default="5fb76f59", metavar="COMMIT", help="default: %(default)s")
     options = parser.parse_args()

@@ -15,9 +15,8 @@ The result is written after every setting; the same command skips what has been 
 
 import argparse
 import json
-import os
+import math
 import statistics
-import subprocess
 import sys
 import tempfile
 from operator import attrgetter
@@ -27,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
 from benchmarks.common import RESULTS, ROOT, program_parser, save_result
+from benchmarks.throughput import measure
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changes
@@ -57,7 +57,7 @@ def settings(job: Job, rates: Machine, gibibytes: float, count: int) -> list[Pla
     return [best, *sorted(chosen, key=seconds), *sorted(more, key=seconds)][:count]
 
 
-def measure(flags: list[str], options: argparse.Namespace, cache: Path) -> dict[str, Any]:
+def measured(flags: list[str], options: argparse.Namespace, cache: Path) -> dict[str, Any]:
     """Milliseconds of a step and the peak in GiB of a run, or how it failed."""
     program = [str(ROOT / "pretrain_gpt.py"), "--train-iters", str(options.steps), *flags]
     ranks = str(options.ranks_per_node)
@@ -65,18 +65,11 @@ def measure(flags: list[str], options: argparse.Namespace, cache: Path) -> dict[
     if options.nodes > 1:
         grid = ["--nodes", str(options.nodes), "--ranks-per-node", ranks, "--"]
         launcher = [str(ROOT / "launch" / "emulate_nodes.sh"), *grid]
-    environ = {**os.environ, "PYTHON": sys.executable, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    with tempfile.TemporaryDirectory() as scratch:
-        metrics = Path(scratch) / "metrics.jsonl"
-        argv = [*launcher, *program, "--metrics-file", str(metrics)]
-        done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
-        if done.returncode:
-            return {"failed": done.stderr[-1000:]}
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    steps = [record for record in records if "elapsed_ms" in record][options.warmup :]
-    peak = max(record.get("memory_peak_bytes") or 0 for record in steps)
-    elapsed = statistics.median(record["elapsed_ms"] for record in steps)
-    return {"measured_ms": round(elapsed, 2), "measured_gib": round(peak / 2**30, 2)}
+    run = measure([*launcher, *program], cache, math.inf)
+    if "failed" in run:
+        return run
+    elapsed = statistics.median(run["intervals_ms"][options.warmup :])
+    return {"measured_ms": round(elapsed, 2), "measured_gib": run["peak_gib"]}
 
 
 def main() -> None:
@@ -94,7 +87,7 @@ def main() -> None:
     given, rows = [*COMMON.split(), *options.flags], list[dict[str, Any]]()
     path = options.output / f"{options.name}.json"
     there = json.loads(path.read_text())["figures"]["settings"] if path.exists() else []
-    measured = {row["flags"]: row for row in there}
+    known = {row["flags"]: row for row in there}
     config = parse_args([*given, "--train-iters", "1"])
     mesh = Mesh(nodes=options.nodes, local_ranks=options.ranks_per_node)
     device, name, gibibytes, rates = hardware(config, mesh, float(options.link_gbit))
@@ -105,7 +98,7 @@ def main() -> None:
             flags = changes(job, plan.job)
             row = {"flags": flags, "planned_ms": round(1e3 * plan.seconds, 2)}
             row |= {"planned_gib": round(plan.memory.peak / 2**30, 2)}
-            row |= measured.get(flags) or measure([*given, *flags.split()], options, Path(cache))
+            row |= known.get(flags) or measured([*given, *flags.split()], options, Path(cache))
             rows.append(row)
             print(rows[-1], flush=True)
             times = [each["measured_ms"] for each in rows if "measured_ms" in each]

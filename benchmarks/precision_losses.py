@@ -15,8 +15,6 @@ extended: a call whose --runs-file lacks some of its pairs is refused, and needs
 """
 
 import argparse
-import hashlib
-import json
 import os
 import sys
 import time
@@ -29,10 +27,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from the root, not installed
 
-from benchmarks.common import RESULTS, STOPPED, program_parser, save_result
-from benchmarks.contest.grid import visible_gpus
+from benchmarks.common import program_parser
 from benchmarks.emulation.text import Text
-from benchmarks.paired_runs import Job, PairedRuns, gap_cells, gaps_of, loses_pairs
+from benchmarks.paired_runs import Job, PairedRuns, campaign_arguments, gap_cells, key_of
 
 BASELINE, NUDGED, PLAIN = "bf16", "bf16, nudged", "plain"
 DELAYED = "--fp8 --fp8-recipe delayed"
@@ -66,18 +63,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", choices=list(SIZES), default="30m", help="parameters")
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=list(RUNS))
     parser.add_argument("--text", type=Path, required=True, help="a folder of corpus/make_tokens.py")
-    parser.add_argument("--pairs", type=int, default=16, help="seeds, from 0 on")
-    parser.add_argument("--processes", type=int, default=1, help="runs side by side, spread over all GPUs")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--micro-batch-size", type=int, help="samples of a step")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    campaign_arguments(parser)
     parser.add_argument("--eval-samples", type=int, default=512)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--extra", nargs="*", default=[], help="more flags of pretrain_gpt.py, as FLAG=VALUE")
-    parser.add_argument("--limit-seconds", type=float, default=float("inf"), help="of this call")
-    parser.add_argument("--name", help="of the result; default precision_losses_SIZE_text")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--runs-file", type=Path, help="default build/precision_losses/NAME.jsonl")
     options = parser.parse_args(argv)
     for flag in ("pairs", "processes"):
         if getattr(options, flag) < 1:
@@ -87,6 +76,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.steps = options.steps or steps
     options.micro_batch_size = options.micro_batch_size or samples
     options.name = options.name or f"precision_losses_{options.size}_text"
+    options.runs_file = options.runs_file or Path("build") / "precision_losses" / f"{options.name}.jsonl"
     return options
 
 
@@ -108,16 +98,11 @@ def flags_of(settings: dict[str, Any], name: str, seed: int) -> list[str]:
     return [*flags.split(), *RUNS[name].split(), *more]
 
 
-def key_of(settings: dict[str, Any], name: str, seed: int) -> str:
-    """Names a run by all that decides its bits."""
-    text = json.dumps([settings, name, flags_of(settings, name, seed)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-
 def train(settings: dict[str, Any], text: Path, job: Job) -> dict[str, Any]:
     """One run: its final loss, skipped steps and its time."""
     import torch
 
+    from benchmarks.contest.protocol import plain_model
     from benchmarks.plain_engine import PlainEngine
     from megatron_zpp.config.root import parse_args
     from megatron_zpp.distributed.topology import Topology
@@ -125,6 +110,7 @@ def train(settings: dict[str, Any], text: Path, job: Job) -> dict[str, Any]:
     from megatron_zpp.train.schedule.learning_rate import LearningRate
     from megatron_zpp.train.setup.build_engine import build_engine
     from megatron_zpp.train.setup.device import prepare_device
+    from megatron_zpp.zero.engine import ZeroEngine
 
     name, seed = job
     started, steps = time.perf_counter(), settings["steps"]
@@ -133,11 +119,12 @@ def train(settings: dict[str, Any], text: Path, job: Job) -> dict[str, Any]:
     config, topology = parse_args(flags_of(settings, name, seed)), Topology()
     device = prepare_device(config, topology)
     vocabulary = settings["text"]["vocabulary"]
-    engine = (
-        PlainEngine(config, vocabulary, device.device, compiled=device.compiles)
-        if name == PLAIN
-        else build_engine(config, vocabulary, device, topology)
-    )
+    engine: PlainEngine | ZeroEngine
+    if name == PLAIN:
+        plain = plain_model(config.model, vocabulary, device.device, seed)
+        engine = PlainEngine(plain, config.optimizer, bf16=True, compiled=device.compiles)
+    else:
+        engine = build_engine(config, vocabulary, device, topology)
     rate = LearningRate.from_config(
         config.learning_rate, samples=steps * samples, samples_per_iteration=samples
     )
@@ -162,35 +149,6 @@ def train(settings: dict[str, Any], text: Path, job: Job) -> dict[str, Any]:
     }
 
 
-def prepare(device: str) -> None:
-    """Starts a process of the pool."""
-    import torch
-
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // 4) if device == "cuda" else 1)
-    if device == "cuda":
-        torch.cuda.init()
-
-
-def summary(done: dict[Job, dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
-    """Per run the gaps to bf16 of the same seed, in percent, and the losses."""
-    rows: dict[str, Any] = {}
-    for name, flags in RUNS.items():
-        seeds = [seed for (run, seed) in sorted(done) if run == name and (BASELINE, seed) in done]
-        if not seeds:
-            continue
-        losses = [done[name, seed]["loss"] for seed in seeds]
-        rows[name] = {
-            "flags": flags,
-            "pairs": len(seeds),
-            "gap": gaps_of(losses, [done[BASELINE, seed]["loss"] for seed in seeds]),
-            "losses": dict(zip(seeds, losses, strict=True)),
-            "skipped_steps": sum(done[name, seed]["skipped"] for seed in seeds),
-            "parameters": done[name, seeds[0]]["parameters"],
-            "seconds": round(sum(done[name, seed]["seconds"] for seed in seeds) / len(seeds), 1),
-        }
-    return {"settings": settings, "runs": rows}
-
-
 def table(figures: dict[str, Any]) -> str:
     """One line per run."""
     lines = ["| run | pairs | mean gap, % | 95% ± | least … most | skipped |", "| --- " * 6 + "|"]
@@ -202,38 +160,25 @@ def table(figures: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Runs what is missing and writes the table; returns the exit status."""
-    started, options = time.monotonic(), parse(argv)
+    options = parse(argv)
+    decisive = ("size", "steps", "micro_batch_size", "lr", "eval_samples", "device", "extra")
+    settings = {name: getattr(options, name) for name in decisive} | {"text": Text.described(options.text)}
+    campaign = PairedRuns(
+        options=options,
+        settings=settings,
+        key=lambda name, seed: key_of(settings, name, flags_of(settings, name, seed)),
+        run=partial(train, settings, options.text),
+        threads=max(1, (os.cpu_count() or 1) // 4) if options.device == "cuda" else 1,
+    )
     import torch  # noqa: F401  # for the names of GPUs in the result
 
-    settings = {
-        name: getattr(options, name)
-        for name in ("size", "steps", "micro_batch_size", "lr", "eval_samples", "device", "extra")
-    }
-    settings["text"] = Text.described(options.text)
-    path = options.runs_file or Path("build") / "precision_losses" / f"{options.name}.jsonl"
-    campaign = PairedRuns(
-        path=path,
-        key=partial(key_of, settings),
-        run=partial(train, settings, options.text),
-        prepare=partial(prepare, options.device),
-        processes=options.processes,
-        gpus=visible_gpus() if options.device == "cuda" else (),
-        limit_seconds=options.limit_seconds,
-        started=started,
+    return campaign.complete(
+        options.runs,
+        list(RUNS),
+        "runs",
+        lambda name, runs, _: {"flags": RUNS[name], "parameters": runs[0]["parameters"]},
+        table,
     )
-    done = campaign.finished(lambda name: name in RUNS)
-    if lost := loses_pairs(options.output / f"{options.name}.json", "runs", settings, done):
-        print(f"precision_losses.py: error: {lost}", file=sys.stderr)
-        return 2
-    jobs = [(name, seed) for seed in range(options.pairs) for name in options.runs]
-    missing = [job for job in jobs if job not in done]
-    print(f"{len(jobs) - len(missing)} of {len(jobs)} runs are in {path}", flush=True)
-    finished = not missing or campaign.run_missing(lambda: missing, done)
-    figures = summary(done, settings)
-    written = save_result(options.name, figures, options.output)
-    print(table(figures))
-    print(f"written to {written}")
-    return 0 if finished else STOPPED
 
 
 if __name__ == "__main__":

@@ -91,11 +91,11 @@ def known_run(text: str) -> str:
     return text
 
 
-def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metrics: Path) -> list[str]:
-    """The command line of a run."""
+def command(run: str, shape: dict[str, Any], options: argparse.Namespace) -> list[str]:
+    """The command line of a run, but for --metrics-file."""
     flags = {"--seq-length": options.seq_length, "--vocab-size": options.vocab_size, **shape}
     common = [str(part) for flag, value in flags.items() for part in (flag, value)]
-    common += ["--metrics-file", str(metrics), "--log-interval", str(options.log_interval)]
+    common += ["--log-interval", str(options.log_interval)]
     if run in KINDS:
         program = ["benchmarks/plain_training.py", "--kind", run, "--steps", str(options.steps)]
         program += ["--recompute"] * options.recompute + ["--micro-batches", str(options.micro_batches)]
@@ -116,37 +116,26 @@ def command(run: str, shape: dict[str, Any], options: argparse.Namespace, metric
     return [sys.executable, *launcher, *program, *common]
 
 
-def measure(
-    run: str,
-    shape: dict[str, Any],
-    options: argparse.Namespace,
-    cache: Path,
-    traces: Path | None = None,
-    *,
-    root: Path = ROOT,
-) -> dict[str, Any]:
-    """Run it once in `root` and return its figures; with `traces`, ours writes a trace there."""
+def measure(argv: list[str], cache: Path, limit_seconds: float, root: Path = ROOT) -> dict[str, Any]:
+    """Run a program with --metrics-file in `root`: times, peak and losses of its steps, or how it failed.
+
+    Compiled kernels stay in `cache`.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        metrics = Path(scratch) / "metrics.jsonl"
-        argv = command(run, shape, options, metrics)
-        if traces is not None:
-            argv += ["--profile", "--tensorboard-dir", str(traces)]
-            argv += ["--profile-step-start", str(options.steps - 3), "--profile-step-end", str(options.steps)]
-        environ = {
-            **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": str(cache),
-            "TRITON_CACHE_DIR": str(cache / "triton"),
-        }
-        output = Path(scratch) / "output"
+        metrics, output = Path(scratch) / "metrics.jsonl", Path(scratch) / "output"
+        kernels = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
         started, first = time.perf_counter(), None
         with open(output, "w") as file:
             process = subprocess.Popen(
-                argv, cwd=root, env=environ, stdout=file, stderr=file, start_new_session=True
+                [*argv, "--metrics-file", str(metrics)],
+                cwd=root,
+                env={**os.environ, "PYTHON": sys.executable, **kernels},
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
             )
             try:
-                while process.poll() is None:
-                    if time.perf_counter() - started > options.run_seconds:
-                        break
+                while process.poll() is None and time.perf_counter() - started <= limit_seconds:
                     if first is None and metrics.exists() and metrics.stat().st_size:
                         first = time.perf_counter() - started
                     time.sleep(0.05)
@@ -227,20 +216,23 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         for text in options.shapes:
-            shape = shape_of(text)
+            shape, seconds = shape_of(text), options.run_seconds
             rounds: dict[str, list[dict[str, Any]]] = {}
             for number in range(options.rounds):
                 for run in options.runs:
                     cache = Path(scratch) / re.sub(r"\W+", "-", f"{text}-{run}")
-                    rounds.setdefault(run, []).append(measure(run, shape, options, cache))
+                    argv = command(run, shape, options)
+                    rounds.setdefault(run, []).append(measure(argv, cache, seconds))
                     print(text, run, number, rounds[run][-1], flush=True)
                     if options.against and run not in KINDS:
-                        other = measure(run, shape, options, cache / "against", root=options.against)
+                        other = measure(argv, cache / "against", seconds, options.against)
                         rounds.setdefault(run + AGAINST, []).append(other)
                         print(text, run + AGAINST, number, other, flush=True)
                     if options.parts and number == 0 and run not in KINDS:
-                        traces = cache / "traces"
-                        measure(run, shape, options, cache, traces)
+                        traces, last = cache / "traces", options.steps
+                        argv += ["--profile", "--tensorboard-dir", str(traces)]
+                        argv += ["--profile-step-start", str(last - 3), "--profile-step-end", str(last)]
+                        measure(argv, cache, seconds)
                         found = parts_of_trace(next(traces.glob("profile/rank0.*")), steps=3)
                         busy = sum(found.values()) - found["idle"]
                         found["idle"] = round(max(0.0, rounds[run][0]["milliseconds"] - busy), 3)

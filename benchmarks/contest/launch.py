@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from benchmarks.common import ROOT, end_group
 
@@ -37,7 +38,7 @@ def run_on_nodes(
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(environments))]
     launcher += ["--nproc-per-node", str(ranks_per_node), "--master-addr", "127.0.0.1"]
-    launcher += ["--master-port", str(_free_port())]
+    launcher += ["--master-port", str(get_free_port())]
     started, processes, failed = time.perf_counter(), [], None
     with tempfile.TemporaryDirectory() as scratch:
         outputs = [Path(scratch) / f"node{node}" for node in range(len(environments))]
@@ -92,9 +93,3 @@ def _reason(outputs: list[str]) -> str:
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception)\b.*", line)]
     of_ranks = [line for line in errors if line.startswith("[rank")]
     return (of_ranks or errors or lines or ["it printed nothing"])[-1 if of_ranks or not errors else 0]
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

@@ -103,22 +103,26 @@ def join(options: argparse.Namespace) -> Rank:
     return Rank(options, rank, world_size, device)
 
 
-def plain_model(rank: Rank) -> PlainGPT | PlainLlama:
-    """The peers' model on this rank's device, whole and in fp32, with the initial weights of ours."""
-    config, vocab_size = rank.config, rank.options.vocab_size
+def plain_model(
+    config: ModelConfig, vocab_size: int, device: torch.device, seed: int = SEED
+) -> PlainGPT | PlainLlama:
+    """The peers' model, whole and in fp32, with the initial weights of ours.
+
+    Generators of another kind of device draw other numbers.
+    """
     kind = PlainLlama if config.position_embedding_type == "rope" else PlainGPT
     with torch.device("meta"):
         ours = GPT(config, vocab_size)
-    with rank.device:
+    with device:
         model = kind(config, vocab_size)
     if ours.config.embedding_rows(vocab_size) != vocab_size:
         raise ValueError(f"--vocab-size {vocab_size}: must not need padding, which the peers' model has not")
     for name, parameter in model.named_parameters():
-        ours.initialize_parameter(our_name(name), parameter.data, SEED)
+        ours.initialize_parameter(_our_name(name), parameter.data, seed)
     return model
 
 
-def our_name(name: str) -> str:
+def _our_name(name: str) -> str:
     """The name in our GPT of a parameter of the peers' model."""
     *modules, last = name.split(".")
     if modules[0] == "blocks":

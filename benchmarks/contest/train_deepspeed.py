@@ -97,7 +97,7 @@ def main() -> None:
     rank = join(options)
     if torch.cuda.is_available():  # DeepSpeed builds its kernels at first use, and cannot read "9.0a" there
         os.environ["TORCH_CUDA_ARCH_LIST"] = ".".join(map(str, torch.cuda.get_device_capability()))
-    model = plain_model(rank)
+    model = plain_model(rank.config, rank.options.vocab_size, rank.device)
     if not options.no_compile:
         for layer in model.blocks:
             layer.forward = torch.compile(layer.forward, dynamic=False)  # inside the hooks of ZeRO-3

@@ -40,7 +40,7 @@ def reshard_setting(text: str) -> bool | int:
 def sharded_model(rank: Rank) -> PlainGPT | PlainLlama:
     """The model with its layers and its root as FSDP2's units."""
     options = rank.options
-    model = plain_model(rank)
+    model = plain_model(rank.config, rank.options.vocab_size, rank.device)
     if not options.no_compile:
         compile_plain(model)
     policy = MixedPrecisionPolicy(param_dtype=FORMATS[options.dtype], reduce_dtype=FORMATS[options.reduce])

@@ -7,7 +7,6 @@ and so on, each with an equal share of the documents, and held_out-SOURCE_text_d
 data/preprocess_data.py. Prints the tokens of each and a digest of all.
 """
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -16,14 +15,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the root, not installed
+
+from benchmarks.common import ROOT, program_parser
+
 EOD = "<|endoftext|>"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program_parser(__doc__)
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--entries", type=int, default=32768, help="of the vocabulary")
     parser.add_argument("--train-mib", type=int, default=192, help="text that the merges are learned from")

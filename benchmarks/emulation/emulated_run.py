@@ -166,7 +166,7 @@ class EmulatedRanks:
         nodes = [node_sum.take() for node_sum in self._node_sums]
         gradient = torch.empty_like(flat.master)
         for here, cross_node in self._sums:
-            gradient[here] = cross_node.sum([node[here] for node in nodes], iteration)
+            gradient[here] = cross_node([node[here] for node in nodes], iteration)
         divisor = torch.full_like(self._steps, micro_batches * self._nodes * self._local)
         self._operations.sum_squares(gradient, self._squares)
         norm = (self._squares.sum(dtype=torch.float64).sqrt() / divisor).float()
@@ -229,7 +229,7 @@ class EmulatedRanks:
     def _send(self, skip: Tensor) -> None:
         with torch.no_grad():
             for here, exchange in self._exchanges:
-                exchange.send(self.flat.master[here], self.flat.compute[here], skip=skip)
+                exchange(self.flat.master[here], self.flat.compute[here], skip)
 
 
 def train(

@@ -4,9 +4,8 @@ Hop 1 sums the ranks of a node in their order into fp32, and the micro-batches o
 sends each node's sum once per step, and the owners sum what the nodes sent in the order of the nodes.
 """
 
-from collections.abc import Sequence
-from functools import partial
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 
 import torch
 from torch import Tensor
@@ -56,22 +55,13 @@ class NodeSum:
         return total
 
 
-class CrossNodeSum(Protocol):
-    """Hop 2 of a range."""
-
-    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
-        """The sum (n,) fp32 of what arrives of each node's sum (n,) fp32."""
+# Hop 2 of a range: each node's sum (n,) fp32, and the iteration -> the sum (n,) fp32 of what arrives of them.
+CrossNodeSum = Callable[[Sequence[Tensor], int], Tensor]
 
 
-class PlainSum:
-    """Sums as they are, or rounded to 16 bits first."""
-
-    def __init__(self, *, rounded: bool) -> None:
-        self._rounded = rounded
-
-    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
-        """See CrossNodeSum."""
-        return _ordered([node.bfloat16().float() if self._rounded else node for node in nodes])
+def plain_sum(nodes: Sequence[Tensor], iteration: int, *, rounded: bool = False) -> Tensor:
+    """Sums as they are, or rounded to 16 bits first, in the order of the nodes."""
+    return reduce(torch.add, [node.bfloat16().float() if rounded else node for node in nodes])
 
 
 class Codes:
@@ -82,8 +72,7 @@ class Codes:
         self._operations, self._format, self._feedback = operations, format, feedback
         self._lost: list[Tensor] | None = [] if feedback else None
 
-    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
-        """See CrossNodeSum."""
+    def __call__(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
         values = nodes
         if self._lost is not None:
             owed = _owed(nodes, self._lost, self._feedback)
@@ -120,8 +109,7 @@ class Rotated:
         self._lost: list[Tensor] | None = [] if feedback else None
         self._divisor = torch.ones((), device=gaps.device)
 
-    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
-        """See CrossNodeSum."""
+    def __call__(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
         total = torch.empty_like(nodes[0])
         lost = None if self._lost is None else _owed(nodes, self._lost, self._feedback)
         for run in self._runs:
@@ -138,15 +126,9 @@ class Rotated:
         return total
 
 
-class Regathered:
+def regathered(sums: CrossNodeSum, again: Rotated, nodes: Sequence[Tensor], iteration: int) -> Tensor:
     """Sums whose owners send them on in codes: every node gets what the codes say, owners too."""
-
-    def __init__(self, sums: CrossNodeSum, again: Rotated) -> None:
-        self._sums, self._again = sums, again
-
-    def sum(self, nodes: Sequence[Tensor], iteration: int) -> Tensor:
-        """See CrossNodeSum."""
-        return self._again.sum([self._sums.sum(nodes, iteration)], iteration)
+    return again([sums(nodes, iteration)], iteration)
 
 
 def cross_node_sum(
@@ -162,7 +144,7 @@ def cross_node_sum(
     format, sums, feedback = travel
     share = momentum if feedback == "momentum" else feedback
     if format in ("plain", "bf16"):
-        return PlainSum(rounded=format == "bf16")
+        return partial(plain_sum, rounded=format == "bf16")
     rotated = partial(
         Rotated, operations, runs=flat.runs_of(here), gaps=flat.gaps[here], seed=seed, feedback=share
     )
@@ -173,7 +155,7 @@ def cross_node_sum(
         reduced = rotated(LloydMaxFormat(int(format[-1]), rung.gradient_block))
     if sums == "plain":
         return reduced
-    return Regathered(reduced, rotated(LloydMaxFormat(4, rung.gradient_block), seed=seed + 1))
+    return partial(regathered, reduced, rotated(LloydMaxFormat(4, rung.gradient_block), seed=seed + 1))
 
 
 def _owed(nodes: Sequence[Tensor], lost: list[Tensor], share: float) -> list[Tensor]:
@@ -190,10 +172,3 @@ def message_of(operations: Operations, format: QuantFormat, values: Tensor) -> T
     message = torch.empty(1, format.message_bytes(len(values)), dtype=torch.uint8, device=values.device)
     operations.quantize(values[None], message, format)
     return message
-
-
-def _ordered(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total

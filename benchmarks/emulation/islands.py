@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.emulation.flat_model import FlatModel
-from benchmarks.emulation.gradients import CrossNodeSum, PlainSum, Rotated
+from benchmarks.emulation.gradients import CrossNodeSum, Rotated, plain_sum
 from megatron_zpp.ops.formats import LloydMaxFormat
 from megatron_zpp.ops.operations import Operations
 
@@ -73,7 +73,7 @@ class Islands:
             self._islands.append(inner(own, self._ranks))
         self._outer, self._momentum = flat.master.clone(), torch.zeros_like(flat.master)
         self._under_way: tuple[int, list[Tensor]] | None = None  # when it arrives, and the weights it left
-        self._exchange: CrossNodeSum = PlainSum(rounded=False)
+        self._exchange: CrossNodeSum = plain_sum
         if settings.bits < 32:
             codes, whole = LloydMaxFormat(settings.bits, BLOCK), slice(0, flat.numel)
             self._exchange = Rotated(operations, codes, flat.runs_of(whole), flat.gaps, seed, feedback=1.0)
@@ -119,7 +119,7 @@ class Islands:
         """Change the outer weights by what the islands have moved by; returns the islands' weights."""
         settings = self._settings
         left = [island.flat.master.clone() for island in self._islands]
-        total = self._exchange.sum([self._outer - weights for weights in left], exchange)
+        total = self._exchange([self._outer - weights for weights in left], exchange)
         gradient = total / len(left)
         self._momentum.mul_(settings.momentum).add_(gradient)
         self._outer.sub_(settings.lr * (gradient + settings.momentum * self._momentum))

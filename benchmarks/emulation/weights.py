@@ -1,7 +1,7 @@
 """What the forward of every rank reads after the owners' AdamW, by the format in which weights travel."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,36 +15,21 @@ from megatron_zpp.ops.formats import LloydMaxFormat, QuantFormat
 from megatron_zpp.ops.operations import Operations
 from megatron_zpp.zero.difference_formats import DifferenceFormats
 
-
-class WeightExchange(Protocol):
-    """Sends the weights of a range; every rank then holds the same bits."""
-
-    def send(self, master: Tensor, compute: Tensor, *, skip: Tensor) -> None:
-        """`master` (n,) fp32 -> `compute` (n,) in the format of the compute; where `skip` () is not 0 nothing
-        may change."""
+# Sends the weights of a range: master (n,) fp32, compute (n,) in the format of the compute, skip () where
+# nothing may change unless it is 0. Every rank then holds the same bits in `compute`.
+WeightExchange = Callable[[Tensor, Tensor, Tensor], None]
 
 
-class Cast:
+def cast(master: Tensor, compute: Tensor, skip: Tensor, *, rounded: bool) -> None:
     """Weights as they compute, or rounded to 16 bits first."""
-
-    def __init__(self, *, rounded: bool) -> None:
-        self._rounded = rounded
-
-    def send(self, master: Tensor, compute: Tensor, *, skip: Tensor) -> None:
-        """See WeightExchange."""
-        compute.copy_(master.bfloat16() if self._rounded else master)
+    compute.copy_(master.bfloat16() if rounded else master)
 
 
-class Codes:
+def code(
+    master: Tensor, compute: Tensor, skip: Tensor, *, operations: Operations, format: QuantFormat
+) -> None:
     """The engine's block codes of whole weights (qwZ)."""
-
-    def __init__(self, operations: Operations, format: QuantFormat) -> None:
-        self._operations, self._format = operations, format
-
-    def send(self, master: Tensor, compute: Tensor, *, skip: Tensor) -> None:
-        """See WeightExchange."""
-        message = message_of(self._operations, self._format, master)
-        self._operations.dequantize(message, compute[None], self._format)
+    operations.dequantize(message_of(operations, format, master), compute[None], format)
 
 
 class Difference:
@@ -66,8 +51,8 @@ class Difference:
         self._message = torch.empty(size, dtype=torch.uint8, device=master.device)
         self._squares = torch.empty(2 * (len(master) // formats.format.block), device=master.device)
 
-    def send(self, master: Tensor, compute: Tensor, *, skip: Tensor) -> None:
-        """See WeightExchange. `DifferenceFormats.measured` gets what this range adds to each unit."""
+    def __call__(self, master: Tensor, compute: Tensor, skip: Tensor) -> None:
+        """`DifferenceFormats.measured` gets what this range adds to each unit."""
         for run in self._runs:
             coded = self._formats.format
             weights, reference = master[run.here], self.reference[run.here]
@@ -100,10 +85,10 @@ class WeightExchanges:
     def of(self, format: Weights, here: slice) -> WeightExchange:
         """The exchange of a range, which begins with its master weights."""
         if format in ("plain", "bf16", "none"):
-            return Cast(rounded=format == "bf16")
+            return partial(cast, rounded=format == "bf16")
         rung, operations = self._rung, self._operations
         if format == "int8":
-            return Codes(operations, QuantFormat("int8", rung.weight_block))
+            return partial(code, operations=operations, format=QuantFormat("int8", rung.weight_block))
         bits, master, gaps = int(format[-1]), self._flat.master[here], self._flat.gaps[here]
         if format not in self._formats:
             codes = LloydMaxFormat(bits, rung.weight_block)

@@ -12,9 +12,7 @@ failure repeated with --only.
 
 import argparse
 import json
-import os
 import shutil
-import signal
 import sys
 import time
 from collections import Counter
@@ -27,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # runs from the ro
 import torch
 
 from benchmarks.common import program_parser, save_result
-from benchmarks.faults.children import Output, fork
+from benchmarks.faults.children import fork
 from benchmarks.faults.crash_points import CrashPoints
 from benchmarks.faults.disturbances import Disturbances
 from benchmarks.faults.injection import preload
@@ -133,18 +131,19 @@ def main() -> int:
     if options.only is not None:
         options.workers = 1
     workers = range(options.workers)
-    pids = [fork(partial(work, options.kind, options, at), Output(log, log)) for at in workers]
+    processes = [fork(partial(work, options.kind, options, at), log, log) for at in workers]
     try:
-        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        for process in processes:
+            process.join()
     except KeyboardInterrupt:
-        for pid in pids:
-            os.kill(pid, signal.SIGTERM)
+        for process in processes:
+            process.terminate()
         raise
     found = figures(options.kind, options)
     print(json.dumps({name: found[name] for name in ("cases", "seconds", "outcomes")}, indent=2))
     if options.output:
         save_result(f"faults_{options.kind}_{options.seed}", found, options.output)
-    return 1 if any(statuses) or found["failures"] else 0
+    return 1 if any(process.exitcode for process in processes) or found["failures"] else 0
 
 
 if __name__ == "__main__":

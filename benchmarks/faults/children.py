@@ -5,14 +5,15 @@ have no threads and no process group.
 """
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import NamedTuple
 
 import sentencepiece  # noqa: F401 - what runs import where they use it
 import tokenizers  # noqa: F401
@@ -25,40 +26,18 @@ from tests.support import free_port
 gc.freeze()  # a fork then need not copy what its collector would only look at
 
 
-class Output(NamedTuple):
-    """Files that a child writes its stdout and stderr to; they may be the same."""
+def fork(run: Callable[[], None], out: Path, err: Path) -> ForkProcess:
+    """A child that runs `run` and writes to these files, or this one; a SystemExit is its status."""
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(run, out, err))
+    process.start()
+    return process
 
-    out: Path
-    err: Path
 
-
-def fork(run: Callable[[], None], output: Output) -> int:
-    """The pid of a child that runs `run`; a SystemExit is its status."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        os.setpgid(0, 0)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        for descriptor, path in ((1, output.out), (2, output.err)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
-        run()
-        status = 0
-    except SystemExit as leaving:
-        status = leaving.code if isinstance(leaving.code, int) else 1
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        try:
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:  # also if what reads stdout has ended
-            os._exit(status)
+def _run(run: Callable[[], None], out: Path, err: Path) -> None:
+    os.setpgid(0, 0)
+    for descriptor, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), descriptor)
+    run()
 
 
 class Job:
@@ -80,8 +59,6 @@ class Job:
     ) -> None:
         directory.mkdir(parents=True)
         self._directory, port = directory, str(free_port())
-        self.statuses: dict[int, int] = {}  # of ranks that have ended; a signal's number is negative
-        self.pids = []
 
         def run(rank: int) -> None:
             kept = dict(environment)
@@ -99,9 +76,16 @@ class Job:
             prepare(rank)
             pretrain_gpt.main()
 
-        for rank in range(world):
-            files = Output(directory / f"{rank}.out", directory / f"{rank}.err")
-            self.pids.append(fork(partial(run, rank), files))
+        self._ranks = [
+            fork(partial(run, rank), directory / f"{rank}.out", directory / f"{rank}.err")
+            for rank in range(world)
+        ]
+
+    @property
+    def statuses(self) -> dict[int, int]:
+        """Of ranks that have ended; a signal's number is negative."""
+        codes = {rank: process.exitcode for rank, process in enumerate(self._ranks)}
+        return {rank: code for rank, code in codes.items() if code is not None}
 
     def log(self, rank: int) -> str:
         """What a rank has printed, stdout and then stderr."""
@@ -115,17 +99,13 @@ class Job:
 
     def send(self, rank: int, number: signal.Signals) -> None:
         """Sends a signal to a rank, unless it has ended."""
-        if rank not in self.statuses:
-            os.kill(self.pids[rank], number)
+        process = self._ranks[rank]
+        if process.pid and process.is_alive():
+            os.kill(process.pid, number)
 
     def poll(self) -> bool:
         """Whether all ranks have ended."""
-        for rank, pid in enumerate(self.pids):
-            if rank not in self.statuses:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    self.statuses[rank] = os.waitstatus_to_exitcode(status)
-        return len(self.statuses) == len(self.pids)
+        return len(self.statuses) == len(self._ranks)
 
     def wait(self, seconds: float) -> bool:
         """Wait until all ranks have ended; False if they do not in time."""
@@ -138,6 +118,6 @@ class Job:
 
     def kill(self) -> None:
         """Ends what is left."""
-        for rank in range(len(self.pids)):
+        for rank in range(len(self._ranks)):
             self.send(rank, signal.SIGKILL)
         self.wait(10)

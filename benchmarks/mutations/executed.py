@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.common import ROOT
+
 RUN = (
     "--tokenizer-type NullTokenizer --vocab-size 256 --num-layers 2 --hidden-size 512 "
     "--num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 "

@@ -15,12 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.common import program_parser
-from benchmarks.contest.protocol import our_name
-from benchmarks.plain_models import PlainGPT
+from benchmarks.contest.protocol import plain_model
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.data.samples import Samples
 from megatron_zpp.mesh import Mesh
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.train.inputs import check_inputs
 
 ROWS = 1024  # read at a time
@@ -42,15 +40,12 @@ def main() -> None:
     write_rows(inputs.splits.valid, evaluated, options.output / "held_out.bin")
     vocabulary = inputs.tokenizer["vocab_size"]
     device = "cuda" if torch.cuda.is_available() and config.distributed.device != "cpu" else "cpu"
-    with torch.device(device):  # generators of another kind of device draw other numbers
-        model = GPT(config.model, vocabulary).initialize(config.training.seed)
-        plain = PlainGPT(config.model, vocabulary)
-    names = [name for name, _ in plain.named_parameters()]
-    weights: dict[str, torch.Tensor] = {name: model.get_parameter(our_name(name)) for name in names}
-    save_file(weights, options.output / "initial.safetensors")
-    shapes = {"seq_length": config.model.seq_length, "vocabulary": model.embedding.tokens.weight.shape[0]}
-    if shapes["vocabulary"] != vocabulary:
-        sys.exit(f"export.py: the baseline's loss would count the padding of a vocabulary of {vocabulary}")
+    try:
+        plain = plain_model(config.model, vocabulary, torch.device(device), config.training.seed)
+    except ValueError as error:
+        sys.exit(f"export.py: {error}")
+    save_file(plain.state_dict(), options.output / "initial.safetensors")
+    shapes = {"seq_length": config.model.seq_length, "vocabulary": vocabulary}
     (options.output / "shapes.json").write_text(json.dumps(shapes))
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.common import STOPPED, program_parser
-from benchmarks.contest.protocol import compile_plain, plain_adamw, set_learning_rate
+from benchmarks.plain_engine import PlainEngine
 from benchmarks.plain_models import PlainGPT
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.config.optimizer import OptimizerConfig
@@ -51,19 +51,16 @@ class Training:
             sys.exit(
                 f"plain.py: --steps {options.steps} needs more rows than {len(self.train)}; export them again"
             )
-        self.model = PlainGPT(config, shapes["vocabulary"])
-        self.model.load_state_dict(load_file(options.inputs / "initial.safetensors"))
-        self.model.to(self.device)
-        if options.bf16_residual:
-            self.model.residual = torch.bfloat16
+        model = PlainGPT(config, shapes["vocabulary"])
+        model.load_state_dict(load_file(options.inputs / "initial.safetensors"))
+        model.residual = torch.bfloat16 if options.bf16_residual else None
         settings = OptimizerConfig(weight_decay=0.1, adam_beta2=0.95)
-        self.adamw = plain_adamw(self.model, self.device.type == "cuda", settings)
+        self.engine = PlainEngine(
+            model.to(self.device), settings, bf16=not options.fp32, compiled=options.compile
+        )
         self.step = 0
         if (options.save / "state.safetensors").exists():
             self.load()
-        if options.compile:
-            compile_plain(self.model)
-        self.autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=not options.fp32)
 
     def rows(self, rows: np.ndarray) -> Tensor:
         """(B, T + 1) uint16 -> int64 on the device."""
@@ -84,39 +81,31 @@ class Training:
         """Train on the next global batch: its loss, the norm of the gradient, and the rate."""
         size, micro = self.options.global_batch_size, self.options.micro_batch_size
         rate = self.learning_rate()
-        set_learning_rate(self.adamw, rate)
         total = torch.zeros((), device=self.device)
         first = self.step * size
         for start in range(first, first + size, micro):
             rows = self.rows(self.train[start : start + micro])
-            with self.autocast:
-                loss = self.model(rows[:, :-1], rows[:, 1:]) / (size // micro)
-            loss.backward()
-            total += loss.detach()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.adamw.step()
-        self.adamw.zero_grad()
+            total += self.engine.accumulate(rows, index=0, micro_batches=size // micro) / (size // micro)
+        norm = self.engine.step(rate).norm
         self.step += 1
         return total.item(), norm.item(), rate
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """The mean loss of the held-out rows."""
         micro, total = self.options.micro_batch_size, 0.0
         for start in range(0, len(self.held_out), micro):
             rows = self.rows(self.held_out[start : start + micro])
-            with self.autocast:
-                total += self.model(rows[:, :-1], rows[:, 1:]).item() * len(rows)
+            total += self.engine.evaluate(rows).item() * len(rows)
         return total / len(self.held_out)
 
     def save(self) -> None:
         """Write the step, weights and moments."""
         self.options.save.mkdir(parents=True, exist_ok=True)
         tensors = {"step": torch.tensor(self.step)}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.engine.model.named_parameters():
             tensors[f"weight.{name}"] = parameter.detach()
             for moment in ("exp_avg", "exp_avg_sq"):
-                tensors[f"{moment}.{name}"] = self.adamw.state[parameter][moment]
+                tensors[f"{moment}.{name}"] = self.engine.adamw.state[parameter][moment]
         partial = self.options.save / "partial"
         save_file(tensors, partial)
         os.replace(partial, self.options.save / "state.safetensors")
@@ -125,11 +114,11 @@ class Training:
         """Continue from what `save` wrote."""
         tensors = load_file(self.options.save / "state.safetensors")
         self.step = int(tensors["step"])
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.engine.model.named_parameters():
             parameter.data.copy_(tensors[f"weight.{name}"])
             moments = {each: tensors[f"{each}.{name}"].to(self.device) for each in ("exp_avg", "exp_avg_sq")}
             step = torch.tensor(float(self.step), device=self.device)
-            self.adamw.state[parameter] = {"step": step, **moments}
+            self.engine.adamw.state[parameter] = {"step": step, **moments}
 
 
 def train(training: Training, started: float) -> int:

@@ -38,7 +38,7 @@ _PROBED = 8  # samples read at open: they almost always reveal ids of another vo
 class Splits:
     """The samples of each split, None if the run does not need it, and the files and texts that they read."""
 
-    train: Samples | None
+    train: Samples  # which every run needs
     valid: Samples | None
     test: Samples | None
     files: tuple[IndexedDataset, ...]
@@ -83,7 +83,7 @@ class SplitOpener:
         """
         for split in () if self.config.mock_data else needed:  # before an order is built, or text tokenised
             paths_of_split(self.config, split)
-        samples = {
+        samples: dict[str, Any] = {
             split: masked_samples(self.split(split), self.config, self.eod) if split in needed else None
             for split in SPLITS
         }

@@ -176,7 +176,6 @@ class Trainer:
 
     def _loader(self) -> MicroBatches:
         """The micro-batches from the present progress on."""
-        assert self._splits.train is not None  # every run trains
         return MicroBatches(
             self._splits.train,
             self._schedule.batches,

@@ -67,7 +67,6 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         outer.begin()
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)
-    assert splits.train is not None  # every run trains
     schedule = inputs.schedule.resumed(progress)
     resumed = resume_data(
         splits.train,
@@ -141,5 +140,4 @@ def _in_its_order(inputs: RunInputs, progress: Progress, lines: list[str]) -> tu
         lambda line: lines.append(f" {line}"),
         train_samples=progress.ordered_samples,
     )
-    assert reopened.train is not None  # every run trains
     return replace(inputs.splits, train=reopened.train), progress

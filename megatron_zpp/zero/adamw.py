@@ -114,24 +114,15 @@ class KernelAdamW:
 
     def step(self, shard: ShardSegment, gradient: Tensor, scalars: KernelScalars) -> None:
         (exp_avg, exp_avg_sq), gather_source, decayed = shard.states, shard.gather_source, shard.decayed
-        states = shard.master, gradient, exp_avg, exp_avg_sq
         if self._config.compact:
             from megatron_zpp.ops.state_codes import Rounding  # which few runs need
 
-            exp_avg_scales, exp_avg_sq_scales = shard.scales
-            self._operations.adamw_compact(
-                shard.master,
-                gradient,
-                exp_avg,
-                exp_avg_scales,
-                exp_avg_sq,
-                exp_avg_sq_scales,
-                gather_source,
-                scalars[0],
-                Rounding(scalars[1], shard.unit, shard.first),
-                decayed=decayed,
-            )
+            of_avg, of_avg_sq = shard.scales
+            compact = shard.master, gradient, exp_avg, of_avg, exp_avg_sq, of_avg_sq
+            rounding = Rounding(scalars[1], shard.unit, shard.first)
+            self._operations.adamw_compact(*compact, gather_source, scalars[0], rounding, decayed=decayed)
             return
+        states = shard.master, gradient, exp_avg, exp_avg_sq
         # A unit of which nothing is sent has weights there, whatever others have.
         if self._quant_format is None or gather_source is None or gather_source.dtype != torch.uint8:
             self._operations.adamw(*states, gather_source, scalars[0], decayed=decayed)

@@ -43,7 +43,8 @@ def reported(name: str, directory: Path) -> dict[str, Any]:
 def plain_losses() -> list[float]:
     """Of one process that trains on the tokens of both ranks, without anything of the contestants' step."""
     options = argparse.Namespace(**SHAPE)
-    model = plain_model(Rank(options, 0, 1, torch.device("cpu")))
+    rank = Rank(options, 0, 1, torch.device("cpu"))
+    model = plain_model(rank.config, options.vocab_size, rank.device)
     adamw = plain_adamw(model, on_gpu=False)
     shape = (options.micro_batches * options.micro_batch_size, options.seq_length + 1)
     draws = [torch.Generator().manual_seed(rank) for rank in range(2)]
@@ -65,8 +66,8 @@ def test_the_peers_llama_is_ours() -> None:
     rank = Rank(argparse.Namespace(**shape), 0, 1, torch.device("cpu"))
     ours = GPT(rank.config, shape["vocab_size"]).initialize(SEED)
     tokens = torch.randint(shape["vocab_size"], (2, shape["seq_length"] + 1))
-    losses = [model(tokens[:, :-1], tokens[:, 1:]) for model in (plain_model(rank), ours)]
-    torch.testing.assert_close(*losses)
+    plain = plain_model(rank.config, shape["vocab_size"], rank.device)
+    torch.testing.assert_close(*(model(tokens[:, :-1], tokens[:, 1:]) for model in (plain, ours)))
 
 
 FSDP2 = [name for name in contestants(2, 1, 2) if name.startswith("fsdp2_fp32") and "muon" not in name]

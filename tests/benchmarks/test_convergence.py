@@ -108,8 +108,7 @@ def test_a_seed_is_begun_if_all_of_its_runs_can_end(
 
     monkeypatch.setattr(convergence, "_run", slow)
     clock = SimpleNamespace(monotonic=lambda: 10.0 * next(now))  # called before each run
-    for module in (convergence, paired_runs):  # not torch's or other threads' too
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(paired_runs, "time", clock)  # not torch's or other threads' too
     assert convergence.main([*arguments, "--limit-seconds", "44"]) == convergence.STOPPED
     assert fake_runs == [("baseline", 0), ("delta4", 0)]
     assert convergence.main([*arguments, "--limit-seconds", "1000"]) == 0

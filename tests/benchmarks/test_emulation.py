@@ -320,8 +320,9 @@ def test_feedback_of_the_momentum_leaves_the_last_loss_alone() -> None:
         nodes = [torch.randn(here.stop, generator=generator) for _ in range(2)]
         nodes = [node.masked_fill(flat.gaps[here], 0.0) for node in nodes]
         true.lerp_(nodes[0] + nodes[1], 0.05)
-        arrived.lerp_(cross_node.sum(nodes, step), 0.05)
-    kept = sum(cross_node._sums._lost) + cross_node._again._lost[0]
+        arrived.lerp_(cross_node(nodes, step), 0.05)
+    of_nodes, of_owners = cross_node.args
+    kept = sum(of_nodes._lost) + of_owners._lost[0]
     assert (true - arrived - 0.05 * kept).norm() < 0.02 * (true - arrived).norm()
     assert (true - arrived).norm() < 0.1 * true.norm()
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from benchmarks import precision_losses
+from benchmarks.contest.protocol import plain_model
 from benchmarks.plain_engine import PlainEngine
 from megatron_zpp.config.root import parse_args
 from megatron_zpp.distributed.topology import Topology
@@ -38,7 +39,8 @@ def test_plain_pytorch_has_the_losses_of_the_engine_in_fp32() -> None:
     config, topology = parse_args([flag for flag in flags if flag != "--bf16"] + ["--fp32"]), Topology()
     device = prepare_device(config, topology)
     ours = build_engine(config, 384, device, topology)
-    plain = PlainEngine(config, 384, device.device, compiled=False)
+    model = plain_model(config.model, 384, device.device, seed=3)
+    plain = PlainEngine(model, config.optimizer, bf16=False, compiled=False)
     tokens = torch.randint(384, (10, 8, 33), generator=torch.Generator().manual_seed(0)) ** 2 // 384
     for batch in tokens:
         losses = []

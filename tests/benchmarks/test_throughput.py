@@ -1,7 +1,6 @@
 """Command lines of the throughput benchmark: a run that its program refuses would be found on the GPUs."""
 
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ from megatron_zpp.config.root import parse_args
 def test_the_flags_of_our_runs_are_accepted(run: str) -> None:
     size = {"seq_length": 2048, "vocab_size": 50304, "log_interval": 10, "steps": 40, "gpus": 2}
     options = Namespace(**size, micro_batches=8, recompute=run.startswith("context"), extra=[])
-    argv = command(run, shape_of("llama3.1-8b/8:8"), options, Path("metrics.jsonl"))
+    argv = command(run, shape_of("llama3.1-8b/8:8"), options)
     parse_args(argv[argv.index("pretrain_gpt.py") + 1 :])
 
 

@@ -91,15 +91,10 @@ def _rows(modules: int, shape: tuple[int, ...], model: ModelConfig) -> tuple[int
     return (shape[0] // modules,) * modules  # one, or gate and value of the MLP
 
 
+_HEAD = {"head.norm.weight": "ln_f.weight", "head.norm.bias": "ln_f.bias", OUTPUT: THEIR_OUTPUT}
 _GPT2 = Names(
     prefix="transformer.",
-    fixed={
-        TOKENS: "wte.weight",
-        "embedding.positions.weight": "wpe.weight",
-        "head.norm.weight": "ln_f.weight",
-        "head.norm.bias": "ln_f.bias",
-        OUTPUT: THEIR_OUTPUT,
-    },
+    fixed={TOKENS: "wte.weight", "embedding.positions.weight": "wpe.weight", **_HEAD},
     layer="h.{}",
     parts={
         "attention_norm": ("ln_1",),
@@ -118,9 +113,7 @@ _BLOOM = Names(
         TOKENS: "word_embeddings.weight",
         "embedding.norm.weight": "word_embeddings_layernorm.weight",
         "embedding.norm.bias": "word_embeddings_layernorm.bias",
-        "head.norm.weight": "ln_f.weight",
-        "head.norm.bias": "ln_f.bias",
-        OUTPUT: THEIR_OUTPUT,
+        **_HEAD,
     },
     layer="h.{}",
     parts={

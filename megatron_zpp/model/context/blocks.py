@@ -3,12 +3,13 @@
 Shapes: B batch, Q queries and K keys of a block, L tokens of a chunk, T = 2L of this rank, N query heads, G
 heads of keys and values (G divides N), H head width.
 
-A kernel's forward returns what attention to the block's keys makes (B, Q, N, H), and the logarithms of its
-sums of exponentials (B, N, Q). Its backward gets the same of all keys, and returns this block's part of the
-gradients of queries, keys and values.
+A kernel's forward takes queries (B, Q, N, H), keys and values (B, K, G, H), and returns what attention to the
+block's keys makes (B, Q, N, H), and the logarithms of its sums of exponentials (B, N, Q). Its backward gets
+the same of all keys, and returns this block's part of the gradients of queries, keys and values. One that
+`joins` takes blocks of both chunks, because it needs no positions.
 """
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,20 +26,6 @@ if TYPE_CHECKING:
 Gradients = tuple[Tensor, Tensor, Tensor]
 _aten = torch.ops.aten
 _HIDDEN = -1e30  # score of a key that is not seen: finite, so that a query which sees no key makes no NaN
-
-
-class BlockKernel(Protocol):
-    """See above; `joins`: whether it takes blocks of both chunks, because it needs no positions."""
-
-    joins: bool
-
-    def forward(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries (B, Q, N, H), keys and values (B, K, G, H)."""
-
-    def backward(
-        self, block: Block, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
-    ) -> Gradients:
-        """Gradient and result (B, Q, N, H) and logarithms (B, N, Q) of all keys."""
 
 
 class FusedBlocks:
@@ -154,7 +141,7 @@ class FlexBlocks:
     def backward(
         self, block: Block, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
     ) -> Gradients:
-        """See BlockKernel. Computes the block's forward again, which it merged with others."""
+        """Computes the block's forward again, which it merged with others."""
         inputs = [part.detach().clone().requires_grad_() for part in (q, k, v)]
         with torch.enable_grad():
             own, own_sum = self._attend(block, *inputs)
@@ -163,6 +150,9 @@ class FlexBlocks:
         of_own = (gradient * _by_head(share)).to(own.dtype)
         of_q, of_k, of_v = torch.autograd.grad((own, own_sum), inputs, (of_own, share * of_share))
         return of_q, of_k, of_v
+
+
+BlockKernel: TypeAlias = FusedBlocks | BlocksInMemory | FlexBlocks
 
 
 class Merged:
