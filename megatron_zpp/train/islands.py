@@ -21,6 +21,7 @@ from megatron_zpp.data.open import Splits
 from megatron_zpp.islands.link import Link, Outcome
 from megatron_zpp.islands.messages import HubRefused
 from megatron_zpp.islands.outer_state import OuterState
+from megatron_zpp.train.steps.stopping import Stop
 from megatron_zpp.zero.engine import ZeroEngine
 
 _POLL = 0.1  # seconds between two looks at what is waited for, in which all ranks take part
@@ -161,13 +162,16 @@ class Islands:
             with suppress(HubRefused):  # of a step that is no longer kept
                 self._contributed = self._past(step - 1).consumed.get(self._island)
         newest, left = self._newest()
-        while step <= newest:
-            outcome = self._past(step)
-            self._state.replay(step, outcome.members, outcome.frames)
-            self._contributed = outcome.consumed.get(self._island, self._contributed)
-            step += 1
-            if step > newest:
-                newest, left = self._newest()
+        with suppress(
+            Stop
+        ):  # else a checkpoint would have what was replayed, and not say so; votes repeat it
+            while step <= newest:
+                outcome = self._past(step)
+                self._state.replay(step, outcome.members, outcome.frames)
+                self._contributed = outcome.consumed.get(self._island, self._contributed)
+                step += 1
+                if step > newest:
+                    newest, left = self._newest()
         self._state.give_up()
         iteration = step * interval
         if iteration < self._iterations:

@@ -6,10 +6,13 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +20,12 @@ from torch import Tensor
 
 from benchmarks.faults.network import Link
 from megatron_zpp.checkpoint.directory import newest_first
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.islands.link import Outcome
+from megatron_zpp.train import islands as of_a_run
+from megatron_zpp.train.steps.stopping import Stop
 from tests.support import Run, free_port, logged
 
 NAMES = ("west", "east")
@@ -157,6 +165,22 @@ def test_a_killed_island_comes_back_where_the_other_one_is(flags: list[str], tmp
         assert 10 < len(taken) < 145  # it took no step while it was away
         read = [0, *both.consumed("west")]
         assert all(0 < after - before <= 3 * 8 for before, after in pairwise(read))  # none left out, or twice
+
+
+def test_a_stop_while_an_island_catches_up_leaves_it_at_the_outer_step_it_has_reached() -> None:
+    """Else its checkpoint would replay outer steps that its outer weights have."""
+    state, link, stop = Mock(), Mock(), Mock(side_effect=Stop(75, "SIGTERM"))
+    found = [Future() for _ in range(3)]
+    found[0].set_result((2, 0.0, 0.0))  # the newest outer step
+    found[1].set_result(Outcome(0, ("east",), {}, {}))
+    link.newest.return_value, link.past.side_effect = found[0], found[1:]
+    engine = SimpleNamespace(topology=Topology(), device="cpu", sum_over_ranks=lambda value: value)
+    island = object.__new__(of_a_run.Islands)
+    island.__dict__ |= {"_config": SimpleNamespace(outer_interval=3), "_iterations": 9}
+    island.__dict__ |= {"_state": state, "_link": link, "_engine": engine, "_check_stop": stop}
+    island.__dict__ |= {"_island": "west", "_pace": 0.0, "_now": Mock(), "_say": Mock()}
+    assert island.start(Progress(0, 0)) == Progress(3, 0)
+    assert [call[0] for call in state.method_calls] == ["replay", "give_up"]
 
 
 @pytest.mark.nightly
