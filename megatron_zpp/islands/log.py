@@ -39,6 +39,7 @@ class Contribution:
     layout: str  # its digest
     sizes: Sequence[int]  # bytes of each frame
     consumed: int  # samples that the island has read
+    weights: int  # a checksum of its outer weights
 
 
 class OuterLog:
@@ -69,6 +70,7 @@ class OuterLog:
         self.held: dict[str, dict[int, Contribution]] = {name: {} for name in names}
         if self.open_step is not None:
             self._read_open(self._path(self.open_step))
+        self._remove_layouts()
 
     def _read_settings(self) -> None:
         path = self._directory / "settings.json"
@@ -91,6 +93,16 @@ class OuterLog:
                 starts.setdefault((found[1], header.start), {})[int(found[2])] = header
         for (name, _), ranks in sorted(starts.items(), key=lambda item: _is_whole(item[1])):
             self.held[name] = ranks
+
+    def _remove_layouts(self) -> None:
+        """Remove the layouts of removed steps; a rank that connects brings its own."""
+        used = {each.layout for ranks in self.held.values() for each in ranks.values()}
+        for closed in self._directory.glob("step_*/closed.json"):
+            members = json.loads(closed.read_text())["members"].values()
+            used |= {digest for member in members for digest in member["layouts"]}
+        for path in (self._directory / "layouts").iterdir():
+            if path.stem not in used:
+                path.unlink()
 
     def settings_of(self, island: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the settings of the first island, and its name; without one, these become the first."""
@@ -165,8 +177,7 @@ class OuterLog:
         members = {name: self.held[name] for name in self.whole()}
         record = {
             name: {
-                "start": ranks[0].start,
-                "consumed": ranks[0].consumed,
+                **{key: getattr(ranks[0], key) for key in ("start", "consumed", "weights")},
                 "layouts": [ranks[rank].layout for rank in range(len(ranks))],
             }
             for name, ranks in members.items()

@@ -106,6 +106,12 @@ class OuterState:
         self._encoded: list[tuple[str, int, Tensor]] = []  # and its frames, of all chunks
         self._rooms: dict[int, Tensor] = {}  # see `_room_for`
 
+    def checksum(self) -> Tensor:
+        """The sum () int64 of the bits of what this rank sends: over all ranks the same for any mesh."""
+        parts = [self._weights[unit][elements] for unit, elements, _ in compress(self._chunks, self._sends)]
+        sums = [part.view(torch.int32).sum(dtype=torch.int64) for part in parts]
+        return sum(sums, torch.zeros((), dtype=torch.int64)).to(self._engine.device)
+
     def begin(self) -> None:
         """Begin a run: the outer weights are the weights, and nothing has moved."""
         for outer, weights in zip(self._weights, self._own_weights(), strict=True):
@@ -204,12 +210,14 @@ class OuterState:
     def _step(self, step: int, received: Received) -> None:
         """An outer step with the frames of each member."""
         sources = [_Source(frames, self._codec, self.wanted, step) for frames in received]
+        # By a number of the host CUDA divides with a rounded reciprocal: other bits than on a CPU
+        count = torch.tensor(float(len(sources)), device=self._weights[0].device)
         for number, (unit, elements, frame) in enumerate(self._chunks):
             outer, momentum = self._weights[unit][elements], self._momentum[unit][elements]
             gradient = torch.zeros_like(outer)
             for source in sources:
                 gradient.add_(source.values(number, frame, outer.device))
-            gradient.div_(len(sources))
+            gradient.div_(count)
             momentum.mul_(self._config.outer_momentum).add_(gradient)
             gradient.add_(momentum * self._config.outer_momentum).mul_(self._config.outer_lr)
             outer.sub_(gradient)

@@ -214,7 +214,9 @@ def test_an_island_that_hangs_is_waited_for_once_and_returns_with_another_size(h
     assert [got(east.links[0].past(step, both_of_each).result(20)) for step in (6, 7)] == [
         {"west": sent(west, step)} for step in (6, 7)
     ]
-    assert got(results(east.send(7))[0]) == {"west": sent(west, 7)}  # dropped: too late, and not a member
+    late = results(east.send(7))[0]
+    assert got(late) == {"west": sent(west, 7)}  # dropped: too late, and not a member
+    assert f"east was {late.late:.1f} s behind the first island at outer step 7, so what it" in hub.said
     both = results(west.send(8) + east.send(8))
     assert {outcome.members for outcome in both} == {("west", "east")}
     assert got(both[0]) == {"east": sent(east, 8)}
@@ -234,6 +236,8 @@ def test_a_killed_hub_continues_with_whole_contributions(hub: Hub) -> None:
     half = east.links[0].exchange(1, east.frames(1, 0), first_of_each, 0)
     wait_until(lambda: list(log.glob("step_00000001/east.0.frames")))
     (log / "step_00000001" / "east.1.frames.partial").write_bytes(b"{")
+    used, unused = [*(log / "layouts").iterdir()], log / "layouts" / f"{'0' * 64}.json"
+    unused.touch()
     hub.end(signal.SIGKILL)
     wait_until(lambda: said)
     hub.start("--wait", "30")
@@ -241,6 +245,7 @@ def test_a_killed_hub_continues_with_whole_contributions(hub: Hub) -> None:
     rest = east.links[1].exchange(1, east.frames(1, 1), first_of_each, 0)
     assert [got(outcome) for outcome in results(waiting)] == [{"east": sent(east, 1)}] * 2
     assert {outcome.members for outcome in results([half, rest])} == {("west", "east")}
+    assert sorted((log / "layouts").iterdir()) == sorted(used)
     assert len(said) <= 4, said  # two lines per rank
     assert said[0].startswith(f"--islands-at {hub.address}: no connection to the hub (")
     assert f"--islands-at {hub.address}: connected to the hub again" in said

@@ -167,12 +167,49 @@ def test_a_killed_island_comes_back_where_the_other_one_is(flags: list[str], tmp
         assert all(0 < after - before <= 3 * 8 for before, after in pairwise(read))  # none left out, or twice
 
 
+def test_an_island_comes_back_with_a_smaller_batch_and_reads_on_to_the_end(
+    flags: list[str], tmp_path: Path
+) -> None:
+    """Its checkpoint is older than its newest outer step, up to which it has read more."""
+    settings = "--outer-interval 3 --train-iters 30 --eval-iters 0 --zero-stage 1"
+    with islands(tmp_path, flags, settings, "--quorum", "2") as both:
+        both.start("west")
+        both.start("east", "--micro-batch-size", "32", "--exit-interval", "3").statuses()
+        killed = both.start("east", "--micro-batch-size", "32")
+        killed.wait_for("outer step 4 of west, east")
+        killed.send(0, signal.SIGKILL)
+        killed.statuses()
+        both.start("east")
+        both.end()
+        assert equal(both.weights("west"), both.weights("east"))
+
+
+def test_an_island_of_other_data_or_weights_is_refused_in_a_line(flags: list[str], tmp_path: Path) -> None:
+    with islands(tmp_path, flags, "--outer-interval 3 --train-iters 300 --eval-iters 0") as both:
+        west = both.start("west")
+        west.wait_for("outer step 0 of west")
+        data = next(flag for flag in flags if flag.endswith("bytes"))
+        for more, refused in (
+            (("--dataset-packing", "best-fit"), "--dataset-packing best-fit: of island east, but west began"),
+            (("--vocab-size", "257"), "tokenizer NullTokenizer of 258 entries"),
+            (("--data-path", "1", data, "2", data), "data "),
+            (("--init-method-std", "0.03"), "--island east: its outer weights are not those of west before"),
+        ):
+            east = both.start("east", *more)
+            assert east.statuses() == {0: 1}
+            assert f"error: {refused}" in east.err(0)
+        west.send(0, signal.SIGTERM)
+        both.runs.pop("east")
+        assert west.statuses() == {0: 75, 1: 75}
+        assert "WARNING: --island west: its outer weights are not those of east" in west.out(0)
+
+
 def test_a_stop_while_an_island_catches_up_leaves_it_at_the_outer_step_it_has_reached() -> None:
     """Else its checkpoint would replay outer steps that its outer weights have."""
     state, link, stop = Mock(), Mock(), Mock(side_effect=Stop(75, "SIGTERM"))
     found = [Future() for _ in range(3)]
     found[0].set_result((2, 0.0, 0.0))  # the newest outer step
-    found[1].set_result(Outcome(0, ("east",), {}, {}))
+    found[1].set_result(Outcome(0, ("east",), {}, {}, {}))
     link.newest.return_value, link.past.side_effect = found[0], found[1:]
     engine = SimpleNamespace(topology=Topology(), device="cpu", sum_over_ranks=lambda value: value)
     island = object.__new__(of_a_run.Islands)
