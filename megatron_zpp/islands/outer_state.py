@@ -98,6 +98,8 @@ class OuterState:
         self._chunks = [chunk for unit in trained for chunk in chunks_of(unit.number, unit.layout, mesh)]
         own = {unit.number for unit in trained if sends(unit.layout, mesh)}
         self._sends = [chunk.unit in own for chunk in self._chunks]
+        placements = (each for unit in trained for each in unit.layout.placements)
+        self._counted = {each.name for each in placements if each.split or not mesh.tensor_rank}  # once
         self._gaps = {unit.number: unit.layout.gaps_in(unit.layout.shard(mesh)) for unit in trained}
         self.layout = to_text([chunk.frame for chunk in compress(self._chunks, self._sends)])
         self._own = to_text([chunk.frame for chunk in self._chunks])
@@ -107,10 +109,15 @@ class OuterState:
         self._rooms: dict[int, Tensor] = {}  # see `_room_for`
 
     def checksum(self) -> Tensor:
-        """The sum () int64 of the bits of what this rank sends: over all ranks the same for any mesh."""
-        parts = [self._weights[unit][elements] for unit, elements, _ in compress(self._chunks, self._sends)]
-        sums = [part.view(torch.int32).sum(dtype=torch.int64) for part in parts]
-        return sum(sums, torch.zeros((), dtype=torch.int64)).to(self._engine.device)
+        """A part () int64 of the sum of the bits of the outer weights, which is the same for any mesh."""
+        total = torch.zeros((), dtype=torch.int64, device=self._weights[0].device)
+        for unit, elements, frame in compress(self._chunks, self._sends):
+            bits = self._weights[unit][elements].view(torch.int32)
+            for name, at, shape, here, _ in frame.parts:
+                if name in self._counted:
+                    box = tuple(slice(side.start, side.stop) for side in here)
+                    total += _array(bits, at, shape)[box].sum(dtype=torch.int64)
+        return total.to(self._engine.device)
 
     def begin(self) -> None:
         """Begin a run: the outer weights are the weights, and nothing has moved."""

@@ -116,16 +116,19 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_islands_of_other_meshes_end_with_the_same_weights(flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("west", ["", "--tensor-model-parallel-size 2"])
+def test_islands_of_other_meshes_end_with_the_same_weights(
+    flags: list[str], tmp_path: Path, west: str
+) -> None:
     settings = "--outer-interval 3 --train-iters 9 --eval-interval 3 --eval-iters 1 --outer-format rotated4"
     with islands(tmp_path, flags, settings) as both:
-        for name in NAMES:
-            both.start(name)
+        both.start("west", *west.split())
+        both.start("east")
         both.end()
         assert equal(both.weights("west"), both.weights("east"))
-        assert both.validation("west") == both.validation("east")
-        west, east = (logged(both.metrics(name)) for name in NAMES)
-        assert west[0] != east[0]  # they read other samples
+        assert west or both.validation("west") == both.validation("east")  # sums of tensor ranks round
+        first, other = (logged(both.metrics(name)) for name in NAMES)
+        assert first[0] != other[0]  # they read other samples
         assert logged(both.metrics("west"), "islands") == [2] * 7
 
 
