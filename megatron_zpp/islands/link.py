@@ -4,7 +4,6 @@ One thread does all traffic, in the order of calls. After a loss it connects aga
 """
 
 import hashlib
-import json
 import os
 import queue
 import socket
@@ -92,10 +91,10 @@ class Link:
         self._island, self._start, self._layout = island, start, layout.encode()
         digest = hashlib.sha256(self._layout).hexdigest()
         self._hello = {"island": island, "rank": rank, "ranks": ranks, "start": start, "layout": digest}
-        self._hello["settings"] = json.loads(json.dumps(dict(settings)))
+        self._hello["settings"] = dict(settings)
         self._place = host_and_port("--islands-at", address)
         self._layouts = {digest: layout}
-        self._traffic = Traffic()
+        self.traffic = Traffic()
         self._tasks: queue.Queue[_Task] = queue.Queue()
         self._wire: Wire | None = None
         self._refusal = ""  # of all requests
@@ -104,14 +103,6 @@ class Link:
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
         _close_in_forks(self)
         self._thread.start()
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._traffic.sent
-
-    @property
-    def received_bytes(self) -> int:
-        return self._traffic.received
 
     def exchange(
         self,
@@ -231,7 +222,7 @@ class Link:
         if self._wire:
             return self._wire
         connected = socket.create_connection(self._place, timeout=_CONNECT)
-        self._wire = wire = Wire(connected, self._traffic, silence=LOST_AFTER)
+        self._wire = wire = Wire(connected, self.traffic, silence=LOST_AFTER)
         try:
             wire.authenticate(self._secret, hub=False)
             if _asked(wire, self._hello)["layout"]:

@@ -11,7 +11,6 @@ A step is closed when it has closed.json. One step is open: the one after the ne
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import hashlib
 import json
 import re
@@ -115,12 +114,10 @@ class OuterLog:
         return self._layout(digest).exists()
 
     def layout(self, digest: str) -> bytes:
-        return _read_layout(self._layout(digest))
+        return self._layout(digest).read_bytes()
 
     def add_layout(self, text: bytes) -> None:
-        path = self._layout(hashlib.sha256(text).hexdigest())
-        if not path.exists():
-            write_whole(path, text)
+        write_whole(self._layout(hashlib.sha256(text).hexdigest()), text)
 
     def _layout(self, digest: str) -> Path:
         return self._directory / "layouts" / f"{int(digest, 16):064x}.json"
@@ -208,12 +205,6 @@ class OuterLog:
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step_{step:08d}"
-
-
-@functools.lru_cache(maxsize=1024)
-def _read_layout(path: Path) -> bytes:
-    """Return a layout, which every rank of the other islands asks for at the same time."""
-    return path.read_bytes()
 
 
 def _is_whole(held: dict[int, Contribution]) -> bool:

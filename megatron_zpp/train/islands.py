@@ -15,6 +15,7 @@ import torch
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.config.options import flag_name, option_error
+from megatron_zpp.config.values.addresses import read_secret
 from megatron_zpp.config.words import decimal_bytes
 from megatron_zpp.islands.link import Link, Outcome
 from megatron_zpp.islands.messages import TOO_SLOW, HubRefused
@@ -42,12 +43,13 @@ class Islands:
         self._say, self._now, self._check_stop = run.reporter.say, now, check_stop
         assert self._config.islands_at is not None
         assert self._config.island is not None
+        assert self._config.island_secret is not None
         self._island, self._iterations = self._config.island, run.schedule.iterations
         topology = self._engine.topology
         start = torch.tensor(secrets.randbits(62) * (topology.rank == 0), device=self._engine.device)
         self._link = Link(
             self._config.islands_at,
-            self._config.read_secret(),
+            read_secret("--island-secret", self._config.island_secret),
             island=self._island,
             rank=topology.rank,
             ranks=topology.world_size,
@@ -59,9 +61,7 @@ class Islands:
         self._weights, self._joined = 0, False  # the outer weights' checksum; whether others had the same
         self._under_way: Future[Outcome] | None = None
         self._began = self._ended = 0.0
-        self._contributed: int | None = (
-            None  # samples read for the newest outer step of this island, if known
-        )
+        self._contributed: int | None = None  # samples read for this island's newest outer step, if known
         self._pace = self._resumed = 0.0  # seconds of a recent step; when the newest one began
         self._totals = [0, 0]  # bytes that all ranks had sent and received at the newest outer step
         self.record: dict[str, Any] = {}  # of the newest outer step, for the log
@@ -168,9 +168,8 @@ class Islands:
             with suppress(HubRefused):  # of a step that is no longer kept
                 self._contributed = self._past(step - 1).consumed.get(self._island)
         newest, left = self._newest()
-        with suppress(
-            Stop
-        ):  # else a checkpoint would have what was replayed, and not say so; votes repeat it
+        # A Stop ends it early: a checkpoint has to say what was replayed, and the next vote stops again.
+        with suppress(Stop):
             while step <= newest:
                 outcome = self._past(step)
                 self._state.replay(step, outcome.members, outcome.frames)
@@ -200,18 +199,11 @@ class Islands:
 
         Both are the same on all ranks.
         """
-        newest: Future[tuple[int, float, float]] = Future()
-        if self._engine.topology.rank == 0:
-            newest = self._link.newest()
-        else:
-            newest.set_result((0, 0.0, 0.0))
-        step, since, period = self._wait(newest, "the hub")
+        step, since, period = self._wait(self._link.newest(), "the hub")
         interval = left = self._config.outer_interval
         if period:
             left = min(max(int((period - since) / (self._pace or period / interval)), 1), interval)
-        own = torch.tensor((step, left), device=self._engine.device)
-        if self._engine.topology.rank:
-            own.zero_()
+        own = torch.tensor((step, left), device=self._engine.device) * (self._engine.topology.rank == 0)
         step, left = self._engine.sum_over_ranks(own).tolist()
         return step, left
 
@@ -228,7 +220,8 @@ class Islands:
 
     def _log(self, step: int, members: Sequence[str], waited: float) -> None:
         """Keep the figures of an outer step for the log, of all ranks together, and say them."""
-        counted = torch.tensor([self._link.sent_bytes, self._link.received_bytes], device=self._engine.device)
+        traffic = self._link.traffic
+        counted = torch.tensor([traffic.sent, traffic.received], device=self._engine.device)
         totals = self._engine.sum_over_ranks(counted).tolist()
         sent, received = (now - before for now, before in zip(totals, self._totals, strict=True))
         seconds, self._totals = self._ended - self._began, totals
@@ -240,11 +233,9 @@ class Islands:
             "outer_seconds": seconds,
             "outer_wait_seconds": waited,
         }
-        traffic = f"{decimal_bytes(sent)} sent, {decimal_bytes(received)} received"
-        self._say(
-            f" outer step {step} of {', '.join(members)}: {traffic} in {seconds:.1f} s, "
-            f"of which the training waited {waited:.1f} s"
-        )
+        sizes = f"{decimal_bytes(sent)} sent, {decimal_bytes(received)} received"
+        took = f"in {seconds:.1f} s, of which the training waited {waited:.1f} s"
+        self._say(f" outer step {step} of {', '.join(members)}: {sizes} {took}")
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -180,8 +180,8 @@ def test_islands_of_different_sizes_get_the_frames_of_each_other(hub: Hub) -> No
             assert got(outcome) == {"west": sent(west, step)}
         assert [got(outcome) for outcome in results(late)] == [{"east": sent(east, step)}] * 2
     assert west.links[0].newest().result(20)[0] == 2
-    assert 300_000 < west.links[0].sent_bytes < 302_000
-    assert 900_000 < west.links[0].received_bytes < 902_500
+    assert 300_000 < west.links[0].traffic.sent < 302_000
+    assert 900_000 < west.links[0].traffic.received < 902_500
     assert "west is here: 2 ranks" in hub.said
     west.close(ended=True)
     begun = time.monotonic()  # who has ended is not waited for, and its end is no loss
@@ -374,12 +374,12 @@ def test_a_connection_that_breaks_costs_no_step(hub: Hub) -> None:
     east.links[0]._wire.shutdown()
     wait_until(lambda: "east is gone" in hub.said)
     assert {outcome.members for outcome in results(waiting + east.send(0))} == {("west", "east")}
-    large, before = os.urandom(1 << 20) * 64, west.links[0].sent_bytes
+    large, before = os.urandom(1 << 20) * 64, west.links[0].traffic.sent
     first = west.links[0].exchange(1, [large, b"last"], nothing, 0)
-    wait_until(lambda: west.links[0].sent_bytes > before + 1000, every=0.001)
+    wait_until(lambda: west.links[0].traffic.sent > before + 1000, every=0.001)
     west.links[0]._wire.shutdown()
     second = east.links[0].exchange(1, [], both_of_each, 0)
-    wait_until(lambda: east.links[0].received_bytes > 4 << 20, every=0.001)
+    wait_until(lambda: east.links[0].traffic.received > 4 << 20, every=0.001)
     east.links[0]._wire.shutdown()
     last, whole = second.result(20).frames["west"]
     assert (bytes(last.data), whole.data == large) == (b"last", True)
