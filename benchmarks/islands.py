@@ -126,7 +126,7 @@ def main() -> None:
                 taken[case] = of_islands(link, Path(directory), CASES[case], options.steps)
         print(case, taken[case], flush=True)
     if options.output:
-        for figures in taken.values():
+        for figures in taken.values() if "alone" in taken else ():
             figures["rate"] = taken["alone"]["seconds"] / figures["seconds"]
         where = {} if options.gpus else {"mbit": options.mbit}
         save_result(f"islands_{'gpus' if options.gpus else 'cpus'}", where | {"cases": taken}, options.output)

@@ -263,7 +263,7 @@ class _Source:
         if self._decoded[0] != at:
             frame, data = self._frames[at]
             own = isinstance(data, Tensor)
-            message = data if own else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            message = data if own else torch.frombuffer(data, dtype=torch.uint8)
             self._decoded = at, self._codec.decode(message.to(device), frame.numel, self._step)
         return self._decoded[1]
 
