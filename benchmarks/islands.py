@@ -6,8 +6,8 @@
 On CPUs each island has 2 nodes × 2 ranks at ZeRO stage 3 in a network namespace of its own, and the hub is
 beside the first one. All ranks share the cores of the machine, so a step takes longer than on machines of
 their own: shape the link in proportion. It needs root. `synchronous` is one run of all ranks, over both
-namespaces, of two steps: at 9 Mbit/s each takes over five minutes. On GPUs each island has one, and the link is
-TCP over loopback, which cannot be shaped.
+namespaces, of two steps, each of five minutes at 9 Mbit/s. On GPUs each island has one, and the link is TCP
+over loopback, which cannot be shaped.
 """
 
 import os
