@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.islands.messages import HubRefused
-from megatron_zpp.storage.files import fsync, open_shared, replacing, write_text, write_whole
+from megatron_zpp.storage.files import check_writable, fsync, open_shared, replacing, write_text, write_whole
 
 _STEP = re.compile(r"step_(\d{8,})")
 _FRAMES = re.compile(r"([\w-]+)\.(\d+)\.frames")
@@ -50,6 +50,7 @@ class OuterLog:
 
     def __init__(self, directory: Path, names: Sequence[str], keep: int) -> None:
         self._directory, self._names, self._keep = directory, names, keep
+        check_writable("--directory", str(directory))
         (directory / "layouts").mkdir(parents=True, exist_ok=True)
         self._lock = open_shared(directory / "hub.lock")
         try:

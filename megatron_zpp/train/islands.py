@@ -71,11 +71,13 @@ class Islands:
         interval, under_way = self._config.outer_interval, progress.exchange_begun is not None
         if progress.iteration % interval == 0 and not under_way:
             self._contributed = progress.consumed_samples
+        fix = "an exchange of the checkpoint is under way; give what it was saved with"
+        if self._next(progress) < 0:
+            raise option_error("--outer-interval", interval, fix)
         if self._newest()[0] >= self._next(progress) + under_way:
             return self._catch_up(progress)
         if under_way:
             if progress.iteration % interval and not self._config.outer_overlap:
-                fix = "an exchange of the checkpoint is under way; give what it was saved with"
                 raise option_error("--outer-overlap", 0, fix)
             self._leave(progress, again=True)
         return progress

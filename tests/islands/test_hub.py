@@ -255,6 +255,8 @@ def test_a_killed_hub_continues_with_whole_contributions(hub: Hub) -> None:
     assert (other.returncode, other.stdout) == (1, "")
     assert "--directory" in other.stderr
     assert "another hub uses it" in other.stderr
+    file = str(hub.directory / "out")
+    assert f"--directory {file}: Not a directory; " in run(*hub.argv("--directory", file)).stderr
     assert hub.end(signal.SIGINT) == 0
     assert (
         "--names west north: the log in --directory has west east"

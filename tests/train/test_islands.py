@@ -144,6 +144,11 @@ def test_islands_that_end_during_an_exchange_resume_with_the_same_bits(
                 for name in NAMES:
                     both.start(name)
                 both.end()
+                if len(logged(both.metrics("east"))) == 4:
+                    assert both.start("east", "--outer-interval", "6").statuses() == {0: 1}
+                    assert "--outer-interval 6: an exchange of the checkpoint is under" in both.runs[
+                        "east"
+                    ].err(0)
             found += [both.weights(name) for name in NAMES]
     assert all(equal(found[0], weights) for weights in found)
 
