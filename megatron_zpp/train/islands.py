@@ -249,7 +249,7 @@ def _settings(run: Run) -> dict[str, Any]:
     read = data and [(p.fingerprint, p.stream, p.weight, p.consumed_before) for p in data.reading]
     return {
         **{flag_name(name): getattr(getattr(config, part), name) for part in names for name in names[part]},
-        "samples that --dataset-order megatron is built for": run.start.ordered_samples,
+        "--train-iters × --global-batch-size × islands": run.start.ordered_samples,  # of Megatron-LM's order
         "parameters": f"{len(shapes)}, {_digest(sorted(shapes.items()))}",
         "tokenizer": in_words(run.tokenizer),
         "data": _digest([data and data.since, read]),

@@ -193,7 +193,7 @@ def test_an_island_comes_back_with_a_smaller_batch_and_reads_on_to_the_end(
 
 
 def test_an_island_of_other_data_or_weights_is_refused_in_a_line(flags: list[str], tmp_path: Path) -> None:
-    with islands(tmp_path, flags, "--outer-interval 3 --train-iters 300 --eval-iters 0") as both:
+    with islands(tmp_path, flags, "--outer-interval 3 --train-iters 30000 --eval-iters 0") as both:
         west = both.start("west")
         west.wait_for("outer step 0 of west")
         data = next(flag for flag in flags if flag.endswith("bytes"))
@@ -206,10 +206,18 @@ def test_an_island_of_other_data_or_weights_is_refused_in_a_line(flags: list[str
             east = both.start("east", *more)
             assert east.statuses() == {0: 1}
             assert f"error: {refused}" in east.err(0)
-        west.send(0, signal.SIGTERM)
-        both.runs.pop("east")
-        assert west.statuses() == {0: 75, 1: 75}
-        assert "WARNING: --island west: its outer weights are not those of east" in west.out(0)
+        west.wait_for("WARNING: --island west: its outer weights are not those of east")
+
+
+def test_an_island_whose_batch_gives_megatrons_order_another_length_is_refused(
+    flags: list[str], tmp_path: Path
+) -> None:
+    settings = "--outer-interval 3 --train-iters 30000 --eval-iters 0 --dataset-order megatron"
+    with islands(tmp_path, [*flags, "--data-cache-path", str(tmp_path)], settings) as both:
+        both.start("west").wait_for("iteration")
+        east = both.start("east")  # half as many ranks
+        assert east.statuses() == {0: 1}
+        assert "--train-iters × --global-batch-size × islands 240000: of island east, but west" in east.err(0)
 
 
 def test_a_stop_while_an_island_catches_up_leaves_it_at_the_outer_step_it_has_reached() -> None:
