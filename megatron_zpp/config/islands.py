@@ -85,12 +85,6 @@ class IslandsConfig(Options):
         if not checkpoint.save_optim:
             raise checkpoint.error("save_optim", f"contradicts {_NEEDS}: the outer states would be lost")
 
-    def read_secret(self) -> bytes:
-        """Return the secret of all islands. Raises ValueError if its file cannot be read or is too short."""
-        from megatron_zpp.config.values.addresses import read_secret
-
-        return read_secret("--island-secret", self.island_secret or "")
-
     @property
     def number(self) -> int:
         """The place of this island among all, from 0."""

@@ -132,7 +132,7 @@ def from_text(text: str) -> tuple[Frame, ...]:
 
 
 class Wanted:
-    """What this rank takes of other ranks' frames."""
+    """What this rank takes of other ranks' frames; `same` are the chunks that have a frame as it is."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self._chunks = chunks
@@ -140,7 +140,7 @@ class Wanted:
         for number, chunk in enumerate(chunks):
             for part in chunk.frame.parts:
                 self._by_name.setdefault(part.name, []).append((number, part))
-        self._same = {chunk.frame: number for number, chunk in enumerate(chunks)}
+        self.same = {chunk.frame: number for number, chunk in enumerate(chunks)}
         self._moves: dict[Frame, Mapping[int, Sequence[Move]]] = {}
 
     def choose(self, texts: Sequence[str]) -> list[list[int]]:
@@ -149,8 +149,8 @@ class Wanted:
         What one rank has as this rank has it is not taken of another one, too.
         """
         described = [from_text(text) for text in texts]
-        found = {frame for frames in described for frame in frames if frame in self._same}
-        left = {self._same[frame] for frame in found}
+        found = {frame for frames in described for frame in frames if frame in self.same}
+        left = {self.same[frame] for frame in found}
         chosen: list[list[int]] = []
         for frames in described:
             chosen.append([])
@@ -158,13 +158,9 @@ class Wanted:
                 if frame in found:
                     found.discard(frame)
                     chosen[-1].append(number)
-                elif frame not in self._same and self.moves(frame).keys() - left:
+                elif frame not in self.same and self.moves(frame).keys() - left:
                     chosen[-1].append(number)
         return chosen
-
-    def same(self, frame: Frame) -> int | None:
-        """The number of the chunk that has the elements of a frame as they are."""
-        return self._same.get(frame)
 
     def moves(self, frame: Frame) -> Mapping[int, Sequence[Move]]:
         """What the chunks take of a frame, by their numbers."""

@@ -19,7 +19,7 @@ from multiprocessing import AuthenticationError
 
 from megatron_zpp.config.options import printable
 from megatron_zpp.islands.log import Contribution, OuterLog
-from megatron_zpp.islands.messages import MOST_FRAME, HubRefused, Message, Traffic, Wire
+from megatron_zpp.islands.messages import MOST_FRAME, TOO_SLOW, HubRefused, Message, Traffic, Wire
 
 _HELLO = ("island", "rank", "ranks", "start", "layout")
 _RETURN = 2.0  # seconds for an island to connect again, after what may be a short disturbance
@@ -58,7 +58,7 @@ class Hub:
         self._lock = threading.Lock()
         self._changed, self._closed, self._left = (threading.Condition(self._lock) for _ in range(3))
         self._islands = {name: _Island() for name in names}
-        self._times = deque[float]([], 2)  # when the newest steps were closed
+        self._times = deque[float]([], 100)  # when the first islands of the newest steps were whole
         # All begin together, and islands of an earlier hub on this log connect again soon.
         there = names if log.newest is None else log.members(log.newest)
         for name in there:
@@ -89,8 +89,8 @@ class Hub:
                 waited = now - since
                 for island in missing.values():
                     island.until = 0.0
+                self._times.append(since)
                 step, nbytes, since = self._log.open_step, self._log.close(), None
-                self._times.append(now)
                 self._closed.notify_all()
             members = " ".join(whole) + (f", without {' '.join(missing)}" if missing else "")
             self._say(f"outer step {step}: {members}; {nbytes:,} bytes; waited {waited:.1f} s")
@@ -204,13 +204,13 @@ class Hub:
         """Answer a request of a rank. Raises HubRefused."""
         wire, do = peer.wire, request["do"]
         if do == "contribute":
-            self._take(peer, request["step"], request["sizes"], request["consumed"])
+            self._take(peer, request["step"], request["sizes"], request["consumed"], request["weights"])
         elif do == "await":
             while not self._is_closed(request["step"]):
                 if wire.readable():
                     raise EOFError
                 wire.send({"waiting": True})
-            wire.send({"members": self._members(request["step"])})
+            self._tell_members(peer, request["step"])
         elif do == "past":
             wire.send({"members": self._members(request["step"])})
         elif do == "newest":
@@ -225,7 +225,7 @@ class Hub:
         else:
             raise ValueError(f"unknown request {do}")
 
-    def _take(self, peer: _Rank, step: int, sizes: list[int], consumed: int) -> None:
+    def _take(self, peer: _Rank, step: int, sizes: list[int], consumed: int, weights: int) -> None:
         """Receive the frames of a rank, if the step lacks them."""
         if not isinstance(step, int) or step < 0 or not all(0 <= size <= MOST_FRAME for size in sizes):
             raise ValueError(f"step {step} is none, or has a frame of more than {MOST_FRAME:,} bytes")
@@ -235,7 +235,7 @@ class Hub:
                 self._islands[peer.island].until = math.inf
         peer.wire.send({"send": takes})
         if takes:
-            header = Contribution(peer.start, peer.ranks, peer.layout, sizes, int(consumed))
+            header = Contribution(peer.start, peer.ranks, peer.layout, sizes, int(consumed), int(weights))
             size = sum(sizes)
             self._log.write(
                 step, peer.island, peer.rank, header, lambda file: peer.wire.receive_file(file, size)
@@ -251,10 +251,21 @@ class Hub:
                 lambda: self._log.newest is not None and step <= self._log.newest, timeout=_TICK
             )
 
+    def _tell_members(self, peer: _Rank, step: int) -> None:
+        """Tell the members of a closed step, and an island that is none of them how much it was late."""
+        with self._lock:
+            members, late, age = self._log.members(step), 0.0, (self._log.newest or 0) - step
+            if peer.island not in members and age < len(self._times):
+                late = time.monotonic() - self._times[-1 - age]
+        peer.wire.send({"members": members, "late": late})
+        if late and peer.rank == 0:
+            where = f"{late:.1f} s behind the first island at outer step {step}"
+            self._say(f"{peer.island} was {where}, so what it trained is lost: {TOO_SLOW}")
+
     def _tell_newest(self, peer: _Rank) -> None:
         """Tell the newest step, and await the island, which continues from it, at the next one."""
         with self._lock:
-            before, newest = self._times if len(self._times) == 2 else (0.0, 0.0)
+            before, newest = (self._times[-2], self._times[-1]) if len(self._times) > 1 else (0.0, 0.0)
             since = time.monotonic() - newest if newest else 0.0
             answer = {"newest": self._log.newest, "since": since, "period": newest - before}
             self._islands[peer.island].until = math.inf

@@ -4,7 +4,6 @@ One thread does all traffic, in the order of calls. After a loss it connects aga
 """
 
 import hashlib
-import json
 import os
 import queue
 import socket
@@ -55,6 +54,8 @@ class Outcome:
     members: tuple[str, ...]
     frames: Mapping[str, Sequence[Frame]]
     consumed: Mapping[str, int]  # samples that each member had read
+    weights: Mapping[str, int]  # the checksum of its outer weights before the step
+    late: float = 0.0  # seconds behind the first member, if this island came too late to be one
 
 
 # The layouts of an island's ranks -> which of the frames of each are wanted
@@ -90,10 +91,10 @@ class Link:
         self._island, self._start, self._layout = island, start, layout.encode()
         digest = hashlib.sha256(self._layout).hexdigest()
         self._hello = {"island": island, "rank": rank, "ranks": ranks, "start": start, "layout": digest}
-        self._hello["settings"] = json.loads(json.dumps(dict(settings)))
+        self._hello["settings"] = dict(settings)
         self._place = host_and_port("--islands-at", address)
         self._layouts = {digest: layout}
-        self._traffic = Traffic()
+        self.traffic = Traffic()
         self._tasks: queue.Queue[_Task] = queue.Queue()
         self._wire: Wire | None = None
         self._refusal = ""  # of all requests
@@ -103,27 +104,21 @@ class Link:
         _close_in_forks(self)
         self._thread.start()
 
-    @property
-    def sent_bytes(self) -> int:
-        return self._traffic.sent
-
-    @property
-    def received_bytes(self) -> int:
-        return self._traffic.received
-
     def exchange(
         self,
         step: int,
         frames: Sequence[Any],
         choose: Choose,
         consumed: int,
+        weights: int = 0,
         *,
         ready: Callable[[], None] = lambda: None,
     ) -> Future[Outcome]:
         """Contribute frames, bytes-like, to an outer step; return what others contributed, once it is closed.
 
-        `consumed` is how many samples the island has read for it. The frames are there when `ready` returns,
-        and must stay as they are until the step is closed. The Future raises HubRefused.
+        `consumed` is how many samples the island has read for it, `weights` a checksum of its outer weights.
+        The frames are there when `ready` returns, and must stay as they are until the step is closed. The
+        Future raises HubRefused.
         """
         views = [memoryview(frame) for frame in frames]
         views = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]
@@ -133,17 +128,16 @@ class Link:
 
         def work(wire: Wire) -> Outcome:
             ready()
-            offer = {"do": "contribute", "step": step, "sizes": sizes, "consumed": consumed}
-            if _asked(wire, offer)["send"]:
+            offer = {"step": step, "sizes": sizes, "consumed": consumed, "weights": weights}
+            if _asked(wire, {"do": "contribute", **offer})["send"]:
                 for view in views:
                     wire.send_payload(view)
             answer = _asked(wire, {"do": "await", "step": step})
             while "waiting" in answer:
                 self._reached()
                 answer = _answer(wire)
-            members = answer["members"]
-            of_another_start = members.get(self._island, {}).get("start") != self._start
-            return self._fetch(wire, step, members, choose, got, own=of_another_start)
+            of_another_start = answer["members"].get(self._island, {}).get("start") != self._start
+            return self._fetch(wire, step, answer, choose, got, own=of_another_start)
 
         return self._submit(work)
 
@@ -152,8 +146,7 @@ class Link:
         got = _Got()
 
         def work(wire: Wire) -> Outcome:
-            members = _asked(wire, {"do": "past", "step": step})["members"]
-            return self._fetch(wire, step, members, choose, got, own=True)
+            return self._fetch(wire, step, _asked(wire, {"do": "past", "step": step}), choose, got, own=True)
 
         return self._submit(work)
 
@@ -229,7 +222,7 @@ class Link:
         if self._wire:
             return self._wire
         connected = socket.create_connection(self._place, timeout=_CONNECT)
-        self._wire = wire = Wire(connected, self._traffic, silence=LOST_AFTER)
+        self._wire = wire = Wire(connected, self.traffic, silence=LOST_AFTER)
         try:
             wire.authenticate(self._secret, hub=False)
             if _asked(wire, self._hello)["layout"]:
@@ -271,9 +264,10 @@ class Link:
             wire.close()
 
     def _fetch(
-        self, wire: Wire, step: int, members: Message, choose: Choose, got: _Got, *, own: bool
+        self, wire: Wire, step: int, answer: Message, choose: Choose, got: _Got, *, own: bool
     ) -> Outcome:
         """Fetch the chosen frames of members that `got` lacks, and return all."""
+        members = answer["members"]
         chosen = {name: members[name]["layouts"] for name in members if own or name != self._island}
         lacking = sorted({digest for digests in chosen.values() for digest in digests} - self._layouts.keys())
         if lacking:
@@ -295,8 +289,10 @@ class Link:
             frames[name] += [
                 Frame(layout, *each) for each in zip(which, got.get((name, rank), ()), strict=False)
             ]
-        consumed = {name: member["consumed"] for name, member in members.items()}
-        return Outcome(step, tuple(members), frames, consumed)
+        consumed, weights = (
+            {name: member[key] for name, member in members.items()} for key in ("consumed", "weights")
+        )
+        return Outcome(step, tuple(members), frames, consumed, weights, answer.get("late", 0.0))
 
 
 def _asked(wire: Wire, request: Message) -> Message:

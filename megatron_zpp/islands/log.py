@@ -11,7 +11,6 @@ A step is closed when it has closed.json. One step is open: the one after the ne
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import hashlib
 import json
 import re
@@ -24,7 +23,7 @@ from typing import Any, BinaryIO
 
 from megatron_zpp.config.options import option_error
 from megatron_zpp.islands.messages import HubRefused
-from megatron_zpp.storage.files import fsync, open_shared, replacing, write_text, write_whole
+from megatron_zpp.storage.files import check_writable, fsync, open_shared, replacing, write_text, write_whole
 
 _STEP = re.compile(r"step_(\d{8,})")
 _FRAMES = re.compile(r"([\w-]+)\.(\d+)\.frames")
@@ -39,6 +38,7 @@ class Contribution:
     layout: str  # its digest
     sizes: Sequence[int]  # bytes of each frame
     consumed: int  # samples that the island has read
+    weights: int  # a checksum of its outer weights
 
 
 class OuterLog:
@@ -50,6 +50,7 @@ class OuterLog:
 
     def __init__(self, directory: Path, names: Sequence[str], keep: int) -> None:
         self._directory, self._names, self._keep = directory, names, keep
+        check_writable("--directory", str(directory))
         (directory / "layouts").mkdir(parents=True, exist_ok=True)
         self._lock = open_shared(directory / "hub.lock")
         try:
@@ -69,6 +70,7 @@ class OuterLog:
         self.held: dict[str, dict[int, Contribution]] = {name: {} for name in names}
         if self.open_step is not None:
             self._read_open(self._path(self.open_step))
+        self._remove_layouts()
 
     def _read_settings(self) -> None:
         path = self._directory / "settings.json"
@@ -92,6 +94,16 @@ class OuterLog:
         for (name, _), ranks in sorted(starts.items(), key=lambda item: _is_whole(item[1])):
             self.held[name] = ranks
 
+    def _remove_layouts(self) -> None:
+        """Remove the layouts of removed steps; a rank that connects brings its own."""
+        used = {each.layout for ranks in self.held.values() for each in ranks.values()}
+        for closed in self._directory.glob("step_*/closed.json"):
+            members = json.loads(closed.read_text())["members"].values()
+            used |= {digest for member in members for digest in member["layouts"]}
+        for path in (self._directory / "layouts").iterdir():
+            if path.stem not in used:
+                path.unlink()
+
     def settings_of(self, island: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the settings of the first island, and its name; without one, these become the first."""
         if "island" not in self._settings:
@@ -103,12 +115,10 @@ class OuterLog:
         return self._layout(digest).exists()
 
     def layout(self, digest: str) -> bytes:
-        return _read_layout(self._layout(digest))
+        return self._layout(digest).read_bytes()
 
     def add_layout(self, text: bytes) -> None:
-        path = self._layout(hashlib.sha256(text).hexdigest())
-        if not path.exists():
-            write_whole(path, text)
+        write_whole(self._layout(hashlib.sha256(text).hexdigest()), text)
 
     def _layout(self, digest: str) -> Path:
         return self._directory / "layouts" / f"{int(digest, 16):064x}.json"
@@ -165,8 +175,7 @@ class OuterLog:
         members = {name: self.held[name] for name in self.whole()}
         record = {
             name: {
-                "start": ranks[0].start,
-                "consumed": ranks[0].consumed,
+                **{key: getattr(ranks[0], key) for key in ("start", "consumed", "weights")},
                 "layouts": [ranks[rank].layout for rank in range(len(ranks))],
             }
             for name, ranks in members.items()
@@ -197,12 +206,6 @@ class OuterLog:
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step_{step:08d}"
-
-
-@functools.lru_cache(maxsize=1024)
-def _read_layout(path: Path) -> bytes:
-    """Return a layout, which every rank of the other islands asks for at the same time."""
-    return path.read_bytes()
 
 
 def _is_whole(held: dict[int, Contribution]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 MOST_TEXT = 16 << 20  # bytes of a JSON object or a layout
 MOST_FRAME = 1 << 30  # bytes of a frame
 LOST_AFTER = 20  # seconds without an answer from the other host
+TOO_SLOW = "a longer --wait of the hub, or a smaller batch of this island, would include it"
 _PIECE = 1 << 20  # bytes that are read at once to be written to a file
 _HANDSHAKE = 10.0  # seconds for both challenges
 _PREFIX = 4  # bytes before a text, with its length

@@ -27,7 +27,6 @@ from megatron_zpp.zero.held_states import OUTER, OUTER_SENT, OUTER_WEIGHTS, WEIG
 
 BLOCK = 256  # elements of a code's block
 _SEED = 0x0DD5EED  # of the signs of rotated frames, which all islands know
-Received = Sequence[Sequence[tuple[str, int, Any]]]  # by member: description, number and bytes of frames
 
 
 class Codec:
@@ -37,11 +36,6 @@ class Codec:
         self._dtype = torch.bfloat16 if format == "bf16" else torch.float32
         self._format = LloydMaxFormat(int(format[-1]), BLOCK) if format.startswith("rotated") else None
         self._operations = operations
-
-    @property
-    def has_residual(self) -> bool:
-        """Whether what codes lose is kept and sent later (error feedback, 1901.09847)."""
-        return self._format is not None
 
     def encode(self, values: Tensor, lost: Tensor | None, step: int) -> Tensor:
         """The bytes of `values` (n,) fp32, and in `lost` (n,) bf16 what they lose of it and of the sum."""
@@ -87,7 +81,7 @@ class OuterState:
         engine.states.keep(OUTER_WEIGHTS, self._weights)
         engine.states.keep(f"{OUTER}momentum", self._momentum)
         self._residuals: list[Tensor] = []
-        if self._codec.has_residual:
+        if config.outer_format.startswith("rotated"):  # error feedback, 1901.09847
             self._residuals = [torch.zeros_like(shard, dtype=torch.bfloat16) for shard in weights]
             engine.states.keep(f"{OUTER}residuals", self._residuals)
         self._sent: list[Tensor] = []  # the weights of the newest exchange, if it travels during steps
@@ -98,13 +92,26 @@ class OuterState:
         self._chunks = [chunk for unit in trained for chunk in chunks_of(unit.number, unit.layout, mesh)]
         own = {unit.number for unit in trained if sends(unit.layout, mesh)}
         self._sends = [chunk.unit in own for chunk in self._chunks]
+        placements = (each for unit in trained for each in unit.layout.placements)
+        self._counted = {each.name for each in placements if each.split or not mesh.tensor_rank}  # once
         self._gaps = {unit.number: unit.layout.gaps_in(unit.layout.shard(mesh)) for unit in trained}
         self.layout = to_text([chunk.frame for chunk in compress(self._chunks, self._sends)])
         self._own = to_text([chunk.frame for chunk in self._chunks])
         self.wanted = Wanted(self._chunks)
         self._rounded: list[Tensor] = []  # the residuals after the newest exchange
         self._encoded: list[tuple[str, int, Tensor]] = []  # and its frames, of all chunks
-        self._rooms: dict[int, Tensor] = {}  # see `_room_for`
+        self._rooms: dict[int, Tensor] = {}  # pinned memory for each frame
+
+    def checksum(self) -> Tensor:
+        """A part () int64 of the sum of the bits of the outer weights, which is the same for any mesh."""
+        total = torch.zeros((), dtype=torch.int64, device=self._weights[0].device)
+        for unit, elements, frame in compress(self._chunks, self._sends):
+            bits = self._weights[unit][elements].view(torch.int32)
+            for name, at, shape, here, _ in frame.parts:
+                if name in self._counted:
+                    box = tuple(slice(side.start, side.stop) for side in here)
+                    total += _array(bits, at, shape)[box].sum(dtype=torch.int64)
+        return total.to(self._engine.device)
 
     def begin(self) -> None:
         """Begin a run: the outer weights are the weights, and nothing has moved."""
@@ -132,7 +139,9 @@ class OuterState:
             lost = self._rounded[unit][elements] if self._rounded else None
             message = self._codec.encode(moved, lost, step)
             if message.is_cuda:
-                message = self._room_for(number, message).copy_(message, non_blocking=True)
+                if number not in self._rooms:
+                    self._rooms[number] = torch.empty(message.shape, dtype=torch.uint8, pin_memory=True)
+                message = self._rooms[number].copy_(message, non_blocking=True)
             self._encoded.append((self._own, number, message))
         for unit, lost in enumerate(self._rounded):
             clear(lost, self._gaps.get(unit, ()))
@@ -146,7 +155,7 @@ class OuterState:
         `received` has the frames of the other members. The weights may have moved on since `leave`.
         """
         found = {island: self._encoded} | dict(received)
-        self._step(step, [found[member] for member in members])
+        self.replay(step, members, found)
         for residual, rounded in zip(self._residuals, self._rounded, strict=True):
             residual.copy_(rounded)
         new = self._weights
@@ -158,11 +167,6 @@ class OuterState:
             ]
         self._engine.states.replace_weights(new)
         self._encoded, self._rounded = [], []
-
-    @torch.no_grad()
-    def replay(self, step: int, members: Sequence[str], received: Mapping[str, Any]) -> None:
-        """Take an outer step to which this island has not contributed, or does not know what."""
-        self._step(step, [received[member] for member in members])
 
     def give_up(self) -> None:
         """Take the outer weights, and forget what this island has moved by since."""
@@ -195,21 +199,21 @@ class OuterState:
             for unit, shard in zip(self._engine.units, shards, strict=True)
         ]
 
-    def _room_for(self, number: int, message: Tensor) -> Tensor:
-        """Pinned memory for a frame, the same at each outer step."""
-        if number not in self._rooms:
-            self._rooms[number] = torch.empty(message.shape, dtype=torch.uint8, pin_memory=True)
-        return self._rooms[number]
+    @torch.no_grad()
+    def replay(self, step: int, members: Sequence[str], received: Mapping[str, Any]) -> None:
+        """Take an outer step of the outer weights alone.
 
-    def _step(self, step: int, received: Received) -> None:
-        """An outer step with the frames of each member."""
-        sources = [_Source(frames, self._codec, self.wanted, step) for frames in received]
+        `received` has description, number and bytes of the frames of each member.
+        """
+        sources = [_Source(received[member], self._codec, self.wanted, step) for member in members]
+        # By a number of the host CUDA divides with a rounded reciprocal: other bits than on a CPU
+        count = torch.tensor(float(len(sources)), device=self._weights[0].device)
         for number, (unit, elements, frame) in enumerate(self._chunks):
             outer, momentum = self._weights[unit][elements], self._momentum[unit][elements]
             gradient = torch.zeros_like(outer)
             for source in sources:
                 gradient.add_(source.values(number, frame, outer.device))
-            gradient.div_(len(sources))
+            gradient.div_(count)
             momentum.mul_(self._config.outer_momentum).add_(gradient)
             gradient.add_(momentum * self._config.outer_momentum).mul_(self._config.outer_lr)
             outer.sub_(gradient)
@@ -237,7 +241,7 @@ class _Source:
     ) -> None:
         self._codec, self._wanted, self._step = codec, wanted, step
         self._frames = [(from_text(text)[number], data) for text, number, data in frames]
-        self._same = {wanted.same(frame): at for at, (frame, _) in enumerate(self._frames)}
+        self._same = {wanted.same.get(frame): at for at, (frame, _) in enumerate(self._frames)}
         self._decoded: tuple[int, Tensor] = -1, torch.empty(0)  # the newest, which several chunks may need
 
     def values(self, number: int, frame: Frame, device: torch.device) -> Tensor:
@@ -259,7 +263,7 @@ class _Source:
         if self._decoded[0] != at:
             frame, data = self._frames[at]
             own = isinstance(data, Tensor)
-            message = data if own else torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            message = data if own else torch.frombuffer(data, dtype=torch.uint8)
             self._decoded = at, self._codec.decode(message.to(device), frame.numel, self._step)
         return self._decoded[1]
 

@@ -61,8 +61,10 @@ def check_inputs(config: Config, mesh: Mesh, say: Callable[[str], None]) -> RunI
     splits = open_data(config, schedule, description, say)
     if not (config.plan.dry_run and config.checkpoint.huggingface):  # a plan downloads no weights
         check_start(config.checkpoint, config.model, description)
-    if config.islands.islands_at is not None and not config.plan.dry_run:
-        config.islands.read_secret()
+    if config.islands.island_secret is not None and not config.plan.dry_run:
+        from megatron_zpp.config.values.addresses import read_secret
+
+        read_secret("--island-secret", config.islands.island_secret)
     check_sinks(config.logging)
     if config.timing.profile:
         from megatron_zpp.reporting.profile import check_profile

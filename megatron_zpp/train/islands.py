@@ -14,14 +14,15 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_zpp.checkpoint.progress import Progress
-from megatron_zpp.config.options import option_error
-from megatron_zpp.config.root import Config
+from megatron_zpp.config.options import flag_name, option_error
+from megatron_zpp.config.values.addresses import read_secret
 from megatron_zpp.config.words import decimal_bytes
-from megatron_zpp.data.open import Splits
 from megatron_zpp.islands.link import Link, Outcome
-from megatron_zpp.islands.messages import HubRefused
-from megatron_zpp.islands.outer_state import OuterState
-from megatron_zpp.zero.engine import ZeroEngine
+from megatron_zpp.islands.messages import TOO_SLOW, HubRefused
+from megatron_zpp.tokenizer.base import in_words
+from megatron_zpp.train.resume.changes import NUMBERING
+from megatron_zpp.train.run import Run
+from megatron_zpp.train.steps.stopping import Stop
 
 _POLL = 0.1  # seconds between two looks at what is waited for, in which all ranks take part
 _Result = TypeVar("_Result")
@@ -35,44 +36,32 @@ class Islands:
     missed, and continues at the iteration that the others have reached.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        splits: Splits,
-        state: OuterState,
-        engine: ZeroEngine,
-        *,
-        say: Callable[[str], None],
-        now: Callable[[str], None],
-        check_stop: Callable[[], None],
-    ) -> None:
+    def __init__(self, run: Run, *, now: Callable[[str], None], check_stop: Callable[[], None]) -> None:
         """`now` says what is waited for. `check_stop` raises, on all ranks, if the run has to end."""
-        self._config, self._state, self._engine = config.islands, state, engine
-        self._say, self._now, self._check_stop = say, now, check_stop
+        assert run.outer is not None
+        self._config, self._state, self._engine = run.config.islands, run.outer, run.engine
+        self._say, self._now, self._check_stop = run.reporter.say, now, check_stop
         assert self._config.islands_at is not None
         assert self._config.island is not None
-        self._island, topology, self._iterations = (
-            self._config.island,
-            engine.topology,
-            config.training.train_iters or 0,
-        )
-        start = torch.tensor(secrets.randbits(62) * (topology.rank == 0), device=engine.device)
+        assert self._config.island_secret is not None
+        self._island, self._iterations = self._config.island, run.schedule.iterations
+        topology = self._engine.topology
+        start = torch.tensor(secrets.randbits(62) * (topology.rank == 0), device=self._engine.device)
         self._link = Link(
             self._config.islands_at,
-            self._config.read_secret(),
+            read_secret("--island-secret", self._config.island_secret),
             island=self._island,
             rank=topology.rank,
             ranks=topology.world_size,
-            start=str(engine.sum_over_ranks(start).item()),
-            layout=state.layout,
-            settings=_settings(config, splits, engine),
-            say=(lambda line: say(f" {line}")) if topology.rank == 0 else lambda line: None,
+            start=str(self._engine.sum_over_ranks(start).item()),
+            layout=self._state.layout,
+            settings=_settings(run),
+            say=(lambda line: self._say(f" {line}")) if topology.rank == 0 else lambda line: None,
         )
+        self._weights, self._joined = 0, False  # the outer weights' checksum; whether others had the same
         self._under_way: Future[Outcome] | None = None
         self._began = self._ended = 0.0
-        self._contributed: int | None = (
-            None  # samples read for the newest outer step of this island, if known
-        )
+        self._contributed: int | None = None  # samples read for this island's newest outer step, if known
         self._pace = self._resumed = 0.0  # seconds of a recent step; when the newest one began
         self._totals = [0, 0]  # bytes that all ranks had sent and received at the newest outer step
         self.record: dict[str, Any] = {}  # of the newest outer step, for the log
@@ -82,11 +71,13 @@ class Islands:
         interval, under_way = self._config.outer_interval, progress.exchange_begun is not None
         if progress.iteration % interval == 0 and not under_way:
             self._contributed = progress.consumed_samples
+        fix = "an exchange of the checkpoint is under way; give what it was saved with"
+        if self._next(progress) < 0:
+            raise option_error("--outer-interval", interval, fix)
         if self._newest()[0] >= self._next(progress) + under_way:
             return self._catch_up(progress)
         if under_way:
             if progress.iteration % interval and not self._config.outer_overlap:
-                fix = "an exchange of the checkpoint is under way; give what it was saved with"
                 raise option_error("--outer-overlap", 0, fix)
             self._leave(progress, again=True)
         return progress
@@ -116,12 +107,29 @@ class Islands:
         started, step = time.monotonic(), self._next(progress)
         outcome = self._wait(self._under_way, f"outer step {step}")
         if self._island not in outcome.members:
+            late = f"this island was {outcome.late:.1f} s behind the first at outer step {step}"
+            if outcome.late:
+                self._say(f" WARNING: {late}, so what it trained is lost: {TOO_SLOW}")
             return self._catch_up(progress)
+        self._compare(outcome)
         waited = time.monotonic() - started
         self._state.arrive(step, outcome.members, outcome.frames, self._island)
         self._log(step, outcome.members, waited)
         self._contributed = progress.exchange_begun
         return replace(progress, exchange_begun=None)
+
+    def _compare(self, outcome: Outcome) -> None:
+        """Raise ValueError if this island has begun with other outer weights; warn if they differ later."""
+        others = [name for name, weights in outcome.weights.items() if weights != self._weights]
+        fix = (
+            f"its outer weights are not those of {', '.join(others)} before outer step {outcome.step}: start "
+            "all islands from the same weights, or this one from another's checkpoint"
+        )
+        if others and not self._joined:
+            raise option_error("--island", self._island, fix)
+        if others:
+            self._say(f" WARNING: --island {self._island}: {fix}")
+        self._joined = True
 
     def averaged(self, progress: Progress) -> AbstractContextManager[None]:
         """Have the outer weights in the block, which all islands have, for an evaluation."""
@@ -140,10 +148,11 @@ class Islands:
     def _leave(self, progress: Progress, *, again: bool = False) -> None:
         step, consumed = self._next(progress), progress.exchange_begun
         assert consumed is not None
+        self._weights = int(self._engine.sum_over_ranks(self._state.checksum()))
         frames, copied = self._state.leave(step, again=again)
         self._began, choose = time.monotonic(), self._state.wanted.choose
         memory = [frame.numpy() for frame in frames]
-        self._under_way = self._link.exchange(step, memory, choose, consumed, ready=copied)
+        self._under_way = self._link.exchange(step, memory, choose, consumed, self._weights, ready=copied)
         self._under_way.add_done_callback(self._note_end)
 
     def _note_end(self, exchange: Future[Outcome]) -> None:
@@ -161,13 +170,15 @@ class Islands:
             with suppress(HubRefused):  # of a step that is no longer kept
                 self._contributed = self._past(step - 1).consumed.get(self._island)
         newest, left = self._newest()
-        while step <= newest:
-            outcome = self._past(step)
-            self._state.replay(step, outcome.members, outcome.frames)
-            self._contributed = outcome.consumed.get(self._island, self._contributed)
-            step += 1
-            if step > newest:
-                newest, left = self._newest()
+        # A Stop ends it early: a checkpoint has to say what was replayed, and the next vote stops again.
+        with suppress(Stop):
+            while step <= newest:
+                outcome = self._past(step)
+                self._state.replay(step, outcome.members, outcome.frames)
+                self._contributed = outcome.consumed.get(self._island, self._contributed)
+                step += 1
+                if step > newest:
+                    newest, left = self._newest()
         self._state.give_up()
         iteration = step * interval
         if iteration < self._iterations:
@@ -190,18 +201,11 @@ class Islands:
 
         Both are the same on all ranks.
         """
-        newest: Future[tuple[int, float, float]] = Future()
-        if self._engine.topology.rank == 0:
-            newest = self._link.newest()
-        else:
-            newest.set_result((0, 0.0, 0.0))
-        step, since, period = self._wait(newest, "the hub")
+        step, since, period = self._wait(self._link.newest(), "the hub")
         interval = left = self._config.outer_interval
         if period:
             left = min(max(int((period - since) / (self._pace or period / interval)), 1), interval)
-        own = torch.tensor((step, left), device=self._engine.device)
-        if self._engine.topology.rank:
-            own.zero_()
+        own = torch.tensor((step, left), device=self._engine.device) * (self._engine.topology.rank == 0)
         step, left = self._engine.sum_over_ranks(own).tolist()
         return step, left
 
@@ -218,7 +222,8 @@ class Islands:
 
     def _log(self, step: int, members: Sequence[str], waited: float) -> None:
         """Keep the figures of an outer step for the log, of all ranks together, and say them."""
-        counted = torch.tensor([self._link.sent_bytes, self._link.received_bytes], device=self._engine.device)
+        traffic = self._link.traffic
+        counted = torch.tensor([traffic.sent, traffic.received], device=self._engine.device)
         totals = self._engine.sum_over_ranks(counted).tolist()
         sent, received = (now - before for now, before in zip(totals, self._totals, strict=True))
         seconds, self._totals = self._ended - self._began, totals
@@ -230,32 +235,24 @@ class Islands:
             "outer_seconds": seconds,
             "outer_wait_seconds": waited,
         }
-        traffic = f"{decimal_bytes(sent)} sent, {decimal_bytes(received)} received"
-        self._say(
-            f" outer step {step} of {', '.join(members)}: {traffic} in {seconds:.1f} s, "
-            f"of which the training waited {waited:.1f} s"
-        )
+        sizes = f"{decimal_bytes(sent)} sent, {decimal_bytes(received)} received"
+        took = f"in {seconds:.1f} s, of which the training waited {waited:.1f} s"
+        self._say(f" outer step {step} of {', '.join(members)}: {sizes} {took}")
 
 
-def _settings(config: Config, splits: Splits, engine: ZeroEngine) -> dict[str, Any]:
-    """What must be the same for all islands."""
-    islands, data = config.islands, config.data
-    shapes = {each.name: each.shape for unit in engine.units for each in unit.layout.placements}
-    of_order = {"--train-iters": config.training.train_iters}
-    of_order["--global-batch-size"] = config.training.global_batch_size
+def _settings(run: Run) -> dict[str, Any]:
+    """What must be the same for all islands, by flag or in words."""
+    config, data = run.config, run.start.dataset_progress
+    names = {part: list(of_part) for part, of_part in NUMBERING.items()}
+    names["islands"] = ["island_names", "outer_interval", "outer_lr", "outer_momentum", "outer_format"]
+    shapes = {each.name: each.shape for unit in run.engine.units for each in unit.layout.placements}
+    read = data and [(p.fingerprint, p.stream, p.weight, p.consumed_before) for p in data.reading]
     return {
-        "--island-names": list(islands.island_names or ()),
-        "--outer-interval": islands.outer_interval,
-        "--outer-lr": islands.outer_lr,
-        "--outer-momentum": islands.outer_momentum,
-        "--outer-format": islands.outer_format,
-        "--seed": config.training.seed,
-        "--seq-length": config.model.seq_length,
-        "--split": data.split,
-        "--dataset-order": data.dataset_order,
-        **(of_order if data.dataset_order == "megatron" else {}),
+        **{flag_name(name): getattr(getattr(config, part), name) for part in names for name in names[part]},
+        "--train-iters × --global-batch-size × islands": run.start.ordered_samples,  # of Megatron-LM's order
         "parameters": f"{len(shapes)}, {_digest(sorted(shapes.items()))}",
-        "data": _digest([source.fingerprint() for source in (*splits.files, *splits.texts)]),
+        "tokenizer": in_words(run.tokenizer),
+        "data": _digest([data and data.since, read]),
     }
 
 

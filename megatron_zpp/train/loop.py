@@ -67,11 +67,7 @@ class Trainer:
             from megatron_zpp.train.islands import Islands
 
             self._islands = Islands(
-                config,
-                run.splits,
-                run.outer,
-                engine,
-                say=self._reporter.say,
+                run,
                 now=lambda text: self._activity.now(text, patient=True),
                 check_stop=self._stops.between_rounds,
             )
@@ -181,7 +177,7 @@ class Trainer:
             self._schedule.batches,
             rank=self._engine.mesh.data_rank,
             consumed=self.progress.consumed_samples,
-            end=self._schedule.samples,
+            end=self._schedule.resumed(self.progress).samples,  # an island that was away has read others
             num_workers=self._config.data.num_workers,
             pin_memory=self._engine.device.type == "cuda",
         )

@@ -13,6 +13,7 @@ from megatron_zpp.config.model import preset_fields
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
+from megatron_zpp.config.values.addresses import read_secret
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.inputs import check_inputs
@@ -182,6 +183,6 @@ def test_the_secret_of_islands_is_in_a_file_and_in_no_message(tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"^--island-secret .*secret: must hold 16 characters or more"):
         check_inputs(config, Topology().mesh(), print)
     file.write_text("hush" * 4 + "\n")
-    assert config.islands.read_secret() == b"hush" * 4
+    assert read_secret("--island-secret", str(file)) == b"hush" * 4
     assert "hush" not in config.to_yaml([])
     assert check_inputs(config, Topology().mesh(), print).schedule.islands == 2

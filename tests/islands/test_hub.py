@@ -180,8 +180,8 @@ def test_islands_of_different_sizes_get_the_frames_of_each_other(hub: Hub) -> No
             assert got(outcome) == {"west": sent(west, step)}
         assert [got(outcome) for outcome in results(late)] == [{"east": sent(east, step)}] * 2
     assert west.links[0].newest().result(20)[0] == 2
-    assert 300_000 < west.links[0].sent_bytes < 302_000
-    assert 900_000 < west.links[0].received_bytes < 902_500
+    assert 300_000 < west.links[0].traffic.sent < 302_000
+    assert 900_000 < west.links[0].traffic.received < 902_500
     assert "west is here: 2 ranks" in hub.said
     west.close(ended=True)
     begun = time.monotonic()  # who has ended is not waited for, and its end is no loss
@@ -214,7 +214,9 @@ def test_an_island_that_hangs_is_waited_for_once_and_returns_with_another_size(h
     assert [got(east.links[0].past(step, both_of_each).result(20)) for step in (6, 7)] == [
         {"west": sent(west, step)} for step in (6, 7)
     ]
-    assert got(results(east.send(7))[0]) == {"west": sent(west, 7)}  # dropped: too late, and not a member
+    late = results(east.send(7))[0]
+    assert got(late) == {"west": sent(west, 7)}  # dropped: too late, and not a member
+    assert f"east was {late.late:.1f} s behind the first island at outer step 7, so what it" in hub.said
     both = results(west.send(8) + east.send(8))
     assert {outcome.members for outcome in both} == {("west", "east")}
     assert got(both[0]) == {"east": sent(east, 8)}
@@ -234,6 +236,8 @@ def test_a_killed_hub_continues_with_whole_contributions(hub: Hub) -> None:
     half = east.links[0].exchange(1, east.frames(1, 0), first_of_each, 0)
     wait_until(lambda: list(log.glob("step_00000001/east.0.frames")))
     (log / "step_00000001" / "east.1.frames.partial").write_bytes(b"{")
+    used, unused = [*(log / "layouts").iterdir()], log / "layouts" / f"{'0' * 64}.json"
+    unused.touch()
     hub.end(signal.SIGKILL)
     wait_until(lambda: said)
     hub.start("--wait", "30")
@@ -241,6 +245,7 @@ def test_a_killed_hub_continues_with_whole_contributions(hub: Hub) -> None:
     rest = east.links[1].exchange(1, east.frames(1, 1), first_of_each, 0)
     assert [got(outcome) for outcome in results(waiting)] == [{"east": sent(east, 1)}] * 2
     assert {outcome.members for outcome in results([half, rest])} == {("west", "east")}
+    assert sorted((log / "layouts").iterdir()) == sorted(used)
     assert len(said) <= 4, said  # two lines per rank
     assert said[0].startswith(f"--islands-at {hub.address}: no connection to the hub (")
     assert f"--islands-at {hub.address}: connected to the hub again" in said
@@ -250,6 +255,8 @@ def test_a_killed_hub_continues_with_whole_contributions(hub: Hub) -> None:
     assert (other.returncode, other.stdout) == (1, "")
     assert "--directory" in other.stderr
     assert "another hub uses it" in other.stderr
+    file = str(hub.directory / "out")
+    assert f"--directory {file}: Not a directory; " in run(*hub.argv("--directory", file)).stderr
     assert hub.end(signal.SIGINT) == 0
     assert (
         "--names west north: the log in --directory has west east"
@@ -369,12 +376,12 @@ def test_a_connection_that_breaks_costs_no_step(hub: Hub) -> None:
     east.links[0]._wire.shutdown()
     wait_until(lambda: "east is gone" in hub.said)
     assert {outcome.members for outcome in results(waiting + east.send(0))} == {("west", "east")}
-    large, before = os.urandom(1 << 20) * 64, west.links[0].sent_bytes
+    large, before = os.urandom(1 << 20) * 64, west.links[0].traffic.sent
     first = west.links[0].exchange(1, [large, b"last"], nothing, 0)
-    wait_until(lambda: west.links[0].sent_bytes > before + 1000, every=0.001)
+    wait_until(lambda: west.links[0].traffic.sent > before + 1000, every=0.001)
     west.links[0]._wire.shutdown()
     second = east.links[0].exchange(1, [], both_of_each, 0)
-    wait_until(lambda: east.links[0].received_bytes > 4 << 20, every=0.001)
+    wait_until(lambda: east.links[0].traffic.received > 4 << 20, every=0.001)
     east.links[0]._wire.shutdown()
     last, whole = second.result(20).frames["west"]
     assert (bytes(last.data), whole.data == large) == (b"last", True)

@@ -6,10 +6,13 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +20,12 @@ from torch import Tensor
 
 from benchmarks.faults.network import Link
 from megatron_zpp.checkpoint.directory import newest_first
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
+from megatron_zpp.distributed.topology import Topology
+from megatron_zpp.islands.link import Outcome
+from megatron_zpp.train import islands as of_a_run
+from megatron_zpp.train.steps.stopping import Stop
 from tests.support import Run, free_port, logged
 
 NAMES = ("west", "east")
@@ -108,16 +116,19 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_islands_of_other_meshes_end_with_the_same_weights(flags: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("west", ["", "--tensor-model-parallel-size 2"])
+def test_islands_of_other_meshes_end_with_the_same_weights(
+    flags: list[str], tmp_path: Path, west: str
+) -> None:
     settings = "--outer-interval 3 --train-iters 9 --eval-interval 3 --eval-iters 1 --outer-format rotated4"
     with islands(tmp_path, flags, settings) as both:
-        for name in NAMES:
-            both.start(name)
+        both.start("west", *west.split())
+        both.start("east")
         both.end()
         assert equal(both.weights("west"), both.weights("east"))
-        assert both.validation("west") == both.validation("east")
-        west, east = (logged(both.metrics(name)) for name in NAMES)
-        assert west[0] != east[0]  # they read other samples
+        assert west or both.validation("west") == both.validation("east")  # sums of tensor ranks round
+        first, other = (logged(both.metrics(name)) for name in NAMES)
+        assert first[0] != other[0]  # they read other samples
         assert logged(both.metrics("west"), "islands") == [2] * 7
 
 
@@ -133,6 +144,11 @@ def test_islands_that_end_during_an_exchange_resume_with_the_same_bits(
                 for name in NAMES:
                     both.start(name)
                 both.end()
+                if len(logged(both.metrics("east"))) == 4:
+                    assert both.start("east", "--outer-interval", "6").statuses() == {0: 1}
+                    assert "--outer-interval 6: an exchange of the checkpoint is under" in both.runs[
+                        "east"
+                    ].err(0)
             found += [both.weights(name) for name in NAMES]
     assert all(equal(found[0], weights) for weights in found)
 
@@ -157,6 +173,67 @@ def test_a_killed_island_comes_back_where_the_other_one_is(flags: list[str], tmp
         assert 10 < len(taken) < 145  # it took no step while it was away
         read = [0, *both.consumed("west")]
         assert all(0 < after - before <= 3 * 8 for before, after in pairwise(read))  # none left out, or twice
+
+
+def test_an_island_comes_back_with_a_smaller_batch_and_reads_on_to_the_end(
+    flags: list[str], tmp_path: Path
+) -> None:
+    """Its checkpoint is older than its newest outer step, up to which it has read more."""
+    settings = "--outer-interval 3 --train-iters 30 --eval-iters 0 --zero-stage 1"
+    with islands(tmp_path, flags, settings, "--quorum", "2") as both:
+        both.start("west")
+        both.start("east", "--micro-batch-size", "32", "--exit-interval", "3").statuses()
+        killed = both.start("east", "--micro-batch-size", "32")
+        killed.wait_for("outer step 4 of west, east")
+        killed.send(0, signal.SIGKILL)
+        killed.statuses()
+        both.start("east")
+        both.end()
+        assert equal(both.weights("west"), both.weights("east"))
+
+
+def test_an_island_of_other_data_or_weights_is_refused_in_a_line(flags: list[str], tmp_path: Path) -> None:
+    with islands(tmp_path, flags, "--outer-interval 3 --train-iters 30000 --eval-iters 0") as both:
+        west = both.start("west")
+        west.wait_for("outer step 0 of west")
+        data = next(flag for flag in flags if flag.endswith("bytes"))
+        for more, refused in (
+            (("--dataset-packing", "best-fit"), "--dataset-packing best-fit: of island east, but west began"),
+            (("--vocab-size", "257"), "tokenizer NullTokenizer of 258 entries"),
+            (("--data-path", "1", data, "2", data), "data "),
+            (("--init-method-std", "0.03"), "--island east: its outer weights are not those of west before"),
+        ):
+            east = both.start("east", *more)
+            assert east.statuses() == {0: 1}
+            assert f"error: {refused}" in east.err(0)
+        west.wait_for("WARNING: --island west: its outer weights are not those of east")
+
+
+def test_an_island_whose_batch_gives_megatrons_order_another_length_is_refused(
+    flags: list[str], tmp_path: Path
+) -> None:
+    settings = "--outer-interval 3 --train-iters 30000 --eval-iters 0 --dataset-order megatron"
+    with islands(tmp_path, [*flags, "--data-cache-path", str(tmp_path)], settings) as both:
+        both.start("west").wait_for("iteration")
+        east = both.start("east")  # half as many ranks
+        assert east.statuses() == {0: 1}
+        assert "--train-iters × --global-batch-size × islands 240000: of island east, but west" in east.err(0)
+
+
+def test_a_stop_while_an_island_catches_up_leaves_it_at_the_outer_step_it_has_reached() -> None:
+    """Else its checkpoint would replay outer steps that its outer weights have."""
+    state, link, stop = Mock(), Mock(), Mock(side_effect=Stop(75, "SIGTERM"))
+    found = [Future() for _ in range(3)]
+    found[0].set_result((2, 0.0, 0.0))  # the newest outer step
+    found[1].set_result(Outcome(0, ("east",), {}, {}, {}))
+    link.newest.return_value, link.past.side_effect = found[0], found[1:]
+    engine = SimpleNamespace(topology=Topology(), device="cpu", sum_over_ranks=lambda value: value)
+    island = object.__new__(of_a_run.Islands)
+    island.__dict__ |= {"_config": SimpleNamespace(outer_interval=3), "_iterations": 9}
+    island.__dict__ |= {"_state": state, "_link": link, "_engine": engine, "_check_stop": stop}
+    island.__dict__ |= {"_island": "west", "_pace": 0.0, "_now": Mock(), "_say": Mock()}
+    assert island.start(Progress(0, 0)) == Progress(3, 0)
+    assert [call[0] for call in state.method_calls] == ["replay", "give_up"]
 
 
 @pytest.mark.nightly

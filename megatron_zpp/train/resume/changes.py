@@ -23,7 +23,7 @@ from megatron_zpp.zero.model_states import is_residual
 
 Settings: TypeAlias = Mapping[str, Any]  # of a run, by part and name, as Config.to_json returns them
 
-_NUMBERING = {  # settings that determine how samples are numbered, by part
+NUMBERING = {  # settings that determine how samples are numbered, by part
     "data": ("split", "dataset_order", "dataset_packing", "json_key", "append_eod", "mock_data"),
     "training": ("seed",),
     "model": ("seq_length",),
@@ -100,7 +100,7 @@ def row_scaling_changes(saved: Settings, present: Settings) -> list[str]:
 def numbering_changes(saved: Settings, present: Settings) -> list[str]:
     """Log lines on flags that number samples differently from the run that saved."""
     lines = []
-    for part, names in _NUMBERING.items():
+    for part, names in NUMBERING.items():
         before, now = (_with_split(settings.get(part, {})) for settings in (saved, present))
         lines += _warnings({**_YOUNGER.get(part, {}), **before}, now, names, _FROM_NOW)
     return lines
