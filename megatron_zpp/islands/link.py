@@ -39,7 +39,7 @@ class Frame(NamedTuple):
 
     layout: str
     index: int  # type: ignore[assignment]  # a tuple has a method of this name
-    data: memoryview
+    data: Any  # what `room` made for it
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Outcome:
 # The layouts of an island's ranks -> which of the frames of each are wanted
 Choose = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 _Task = tuple[Callable[[Wire], Any], Future[Any]]
-_Got = dict[tuple[str, int], list[memoryview]]  # frames by island and rank
+_Got = dict[tuple[str, int], list[Any]]  # frames by island and rank
 
 
 class Link:
@@ -69,7 +69,8 @@ class Link:
 
     `start` is one text per start of the island, the same on all its ranks, such as a random number of rank 0.
     `layout` describes the frames of this rank. `settings` are values by flag that all islands must share.
-    `say` gets a line when the hub cannot be reached, and when it is again.
+    `say` gets a line when the hub cannot be reached, and when it is again. `room` makes memory for a frame of
+    so many bytes, on the link's thread.
     """
 
     def __init__(
@@ -84,10 +85,11 @@ class Link:
         layout: str,
         settings: Mapping[str, Any],
         say: Callable[[str], None],
+        room: Callable[[int], Any] = bytearray,
     ) -> None:
         if len(layout.encode()) > MOST_TEXT:
             raise ValueError(f"a layout of {len(layout.encode()):,} bytes: must be at most {MOST_TEXT:,}")
-        self._address, self._secret, self._say = address, secret, say
+        self._address, self._secret, self._say, self._room = address, secret, say, room
         self._island, self._start, self._layout = island, start, layout.encode()
         digest = hashlib.sha256(self._layout).hexdigest()
         self._hello = {"island": island, "rank": rank, "ranks": ranks, "start": start, "layout": digest}
@@ -282,7 +284,7 @@ class Link:
         if wanted:
             wire.send({"do": "fetch", "step": step, "wanted": wanted})
             for name, rank, _ in wanted:
-                got[name, rank] = [wire.receive_payload(size) for size in _answer(wire)["sizes"]]
+                got[name, rank] = [wire.receive_payload(self._room(size)) for size in _answer(wire)["sizes"]]
         frames: dict[str, list[Frame]] = {name: [] for name in chosen}
         for (name, rank), which in indices.items():
             layout = self._layouts[chosen[name][rank]]

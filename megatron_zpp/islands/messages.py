@@ -98,9 +98,9 @@ class Wire:
             raise OSError(f"{file.name} is too short")
         self._traffic.sent += size
 
-    def receive_payload(self, size: int) -> memoryview:
-        data = memoryview(bytearray(size))
-        self._fill(data)
+    def receive_payload(self, data: Any) -> Any:
+        """Receive as many bytes as `data` has, into it."""
+        self._fill(memoryview(data))
         return data
 
     def receive_file(self, file: BinaryIO, size: int) -> None:

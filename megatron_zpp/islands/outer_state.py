@@ -77,6 +77,7 @@ class OuterState:
         trained = [unit for unit in engine.units if not unit.frozen]
         weights = self._own_weights()
         self._weights = [shard.clone() for shard in weights]
+        self._device = self._weights[0].device
         self._momentum = [torch.zeros_like(shard) for shard in weights]
         engine.states.keep(OUTER_WEIGHTS, self._weights)
         engine.states.keep(f"{OUTER}momentum", self._momentum)
@@ -104,7 +105,7 @@ class OuterState:
 
     def checksum(self) -> Tensor:
         """A part () int64 of the sum of the bits of the outer weights, which is the same for any mesh."""
-        total = torch.zeros((), dtype=torch.int64, device=self._weights[0].device)
+        total = torch.zeros((), dtype=torch.int64, device=self._device)
         for unit, elements, frame in compress(self._chunks, self._sends):
             bits = self._weights[unit][elements].view(torch.int32)
             for name, at, shape, here, _ in frame.parts:
@@ -145,8 +146,21 @@ class OuterState:
             self._encoded.append((self._own, number, message))
         for unit, lost in enumerate(self._rounded):
             clear(lost, self._gaps.get(unit, ()))
-        copied = torch.cuda.current_stream().record_event().synchronize if self._rooms else lambda: None
+        done = torch.cuda.current_stream().record_event() if self._rooms else None
+
+        def copied() -> None:
+            if done:
+                with torch.cuda.device(self._device):  # not the first one, which a thread begins with
+                    done.synchronize()
+
         return [frame for _, _, frame in compress(self._encoded, self._sends)], copied
+
+    def room(self, size: int) -> Any:
+        """Memory for a frame of so many bytes that another thread receives: pinned where it goes to a GPU."""
+        if self._device.type == "cpu":
+            return bytearray(size)
+        with torch.cuda.device(self._device):
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
 
     @torch.no_grad()
     def arrive(self, step: int, members: Sequence[str], received: Mapping[str, Any], island: str) -> None:
@@ -207,7 +221,7 @@ class OuterState:
         """
         sources = [_Source(received[member], self._codec, self.wanted, step) for member in members]
         # By a number of the host CUDA divides with a rounded reciprocal: other bits than on a CPU
-        count = torch.tensor(float(len(sources)), device=self._weights[0].device)
+        count = torch.tensor(float(len(sources)), device=self._device)
         for number, (unit, elements, frame) in enumerate(self._chunks):
             outer, momentum = self._weights[unit][elements], self._momentum[unit][elements]
             gradient = torch.zeros_like(outer)
@@ -264,7 +278,8 @@ class _Source:
             frame, data = self._frames[at]
             own = isinstance(data, Tensor)
             message = data if own else torch.frombuffer(data, dtype=torch.uint8)
-            self._decoded = at, self._codec.decode(message.to(device), frame.numel, self._step)
+            message = message.to(device, non_blocking=True)
+            self._decoded = at, self._codec.decode(message, frame.numel, self._step)
         return self._decoded[1]
 
 

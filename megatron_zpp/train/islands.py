@@ -57,6 +57,7 @@ class Islands:
             layout=self._state.layout,
             settings=_settings(run),
             say=(lambda line: self._say(f" {line}")) if topology.rank == 0 else lambda line: None,
+            room=self._state.room,
         )
         self._weights, self._joined = 0, False  # the outer weights' checksum; whether others had the same
         self._under_way: Future[Outcome] | None = None
@@ -113,8 +114,8 @@ class Islands:
             return self._catch_up(progress)
         self._compare(outcome)
         waited = time.monotonic() - started
-        self._state.arrive(step, outcome.members, outcome.frames, self._island)
         self._log(step, outcome.members, waited)
+        self._state.arrive(step, outcome.members, outcome.frames, self._island)
         self._contributed = progress.exchange_begun
         return replace(progress, exchange_begun=None)
 
