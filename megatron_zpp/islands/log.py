@@ -13,6 +13,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -199,10 +200,19 @@ class OuterLog:
 
     @contextlib.contextmanager
     def frames(self, step: int, island: str, rank: int) -> Iterator[tuple[BinaryIO, list[tuple[int, int]]]]:
-        """Yield the file of a rank, with offset and size of each frame. May run beside any other call."""
+        """Yield the file of a rank, with offset and size of each frame. May run beside any other call.
+
+        Raises HubRefused if the file was cut short.
+        """
         with open(self._path(step) / f"{island}.{rank}.frames", "rb") as file:
-            sizes = json.loads(file.readline())["sizes"]
-            yield file, list(zip(accumulate(sizes, initial=file.tell()), sizes, strict=False))
+            header, size = file.readline(), os.fstat(file.fileno()).st_size
+            sizes = json.loads(header)["sizes"] if header.endswith(b"\n") else [1]  # or more
+            if size < len(header) + sum(sizes):
+                raise HubRefused(
+                    f"outer step {step} cannot be taken, because the hub's {file.name} is too short: load "
+                    "the checkpoint of an island that has taken it"
+                )
+            yield file, list(zip(accumulate(sizes, initial=len(header)), sizes, strict=False))
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step_{step:08d}"

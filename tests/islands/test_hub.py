@@ -283,6 +283,11 @@ def test_what_is_refused_is_refused_in_a_line_and_harms_nobody(hub: Hub) -> None
         (west.links[0].past(8, nothing), "outer step 8 is not closed yet"),
     ):
         assert text in refusal(future.result, 20, error=HubRefused)
+    for step, kept in ((6, -1), (7, 0)):
+        file = log / f"step_{step:08d}" / "east.0.frames"
+        file.write_bytes(file.read_bytes()[:kept])
+        text = f"outer step {step} cannot be taken, because the hub's {file} is too short: load"
+        assert text in refusal(west.links[0].past(step, both_of_each).result, 20, error=HubRefused)
     for other, text in (
         ({"secret": b"x" * 16}, f"--island-secret: the hub at {hub.address} has another secret"),
         ({"name": "north"}, "--island north: the hub has --names west east; give one of these"),
