@@ -1,5 +1,6 @@
 """Runs a function on several ranks, as processes of this machine over gloo."""
 
+import faulthandler
 import os
 import tempfile
 from collections.abc import Callable
@@ -51,6 +52,7 @@ def started(world: int, target: Callable[..., None], *arguments: Any) -> list[An
 
 def joined(port: int, topology: Topology, results: Any, call: Callable[[], Any], **group: Any) -> None:
     """Put the rank and what `call` returns in a process group of these settings."""
+    faulthandler.enable()  # a crash in native code says where
     ranks = {"rank": topology.rank, "world_size": topology.world_size}
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(store=store, **ranks, **group)
