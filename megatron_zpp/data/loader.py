@@ -160,6 +160,8 @@ def _kill_workers(batches: Any) -> None:
         worker.join()
     for queue in (*batches._index_queues, batches._worker_result_queue):
         queue.cancel_join_thread()
+        queue._notempty.acquire(timeout=1.0)  # which closing takes: Ctrl-C in a put may have left it locked
+        queue._notempty.release()
         queue.close()
 
 

@@ -175,6 +175,7 @@ def test_close_ends_a_worker_that_does_not_answer():
     next(iter(batches))
     (worker,) = multiprocessing.active_children()
     os.kill(worker.pid, signal.SIGSTOP)
+    batches._batches._index_queues[0]._notempty.acquire()  # as a Ctrl-C in its put can leave it
     batches.close()
     assert not worker.is_alive()
     batches.close()
