@@ -114,7 +114,8 @@ class Wire:
 
     def _fill(self, data: memoryview) -> None:
         while data.nbytes:
-            count = self._socket.recv_into(data)
+            # a frame in one call: each return takes the interpreter from the thread that trains
+            count = self._socket.recv_into(data, 0, socket.MSG_WAITALL)
             if not count:
                 raise EOFError("the connection ended inside a frame")
             self._traffic.received += count

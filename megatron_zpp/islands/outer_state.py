@@ -102,6 +102,7 @@ class OuterState:
         self._rounded: list[Tensor] = []  # the residuals after the newest exchange
         self._encoded: list[tuple[str, int, Tensor]] = []  # and its frames, of all chunks
         self._rooms: dict[int, Tensor] = {}  # pinned memory for each frame
+        self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def checksum(self) -> Tensor:
         """A part () int64 of the sum of the bits of the outer weights, which is the same for any mesh."""
@@ -139,14 +140,17 @@ class OuterState:
             moved = self._weights[unit][elements] - weights[unit][elements]
             lost = self._rounded[unit][elements] if self._rounded else None
             message = self._codec.encode(moved, lost, step)
-            if message.is_cuda:
+            if self._copies:
                 if number not in self._rooms:
                     self._rooms[number] = torch.empty(message.shape, dtype=torch.uint8, pin_memory=True)
-                message = self._rooms[number].copy_(message, non_blocking=True)
+                self._copies.wait_stream(torch.cuda.current_stream())
+                message.record_stream(self._copies)
+                with torch.cuda.stream(self._copies):
+                    message = self._rooms[number].copy_(message, non_blocking=True)
             self._encoded.append((self._own, number, message))
         for unit, lost in enumerate(self._rounded):
             clear(lost, self._gaps.get(unit, ()))
-        done = torch.cuda.current_stream().record_event() if self._rooms else None
+        done = self._copies.record_event() if self._copies else None
 
         def copied() -> None:
             if done:
@@ -219,7 +223,9 @@ class OuterState:
 
         `received` has description, number and bytes of the frames of each member.
         """
-        sources = [_Source(received[member], self._codec, self.wanted, step) for member in members]
+        sources = [
+            _Source(received[member], self._codec, self.wanted, step, self._copies) for member in members
+        ]
         # By a number of the host CUDA divides with a rounded reciprocal: other bits than on a CPU
         count = torch.tensor(float(len(sources)), device=self._device)
         for number, (unit, elements, frame) in enumerate(self._chunks):
@@ -251,36 +257,54 @@ class _Source:
     """What one member sent, by this rank's chunks."""
 
     def __init__(
-        self, frames: Sequence[tuple[str, int, Any]], codec: Codec, wanted: Wanted, step: int
+        self,
+        frames: Sequence[tuple[str, int, Any]],
+        codec: Codec,
+        wanted: Wanted,
+        step: int,
+        copies: torch.cuda.Stream | None = None,
     ) -> None:
-        self._codec, self._wanted, self._step = codec, wanted, step
+        """Frames go to a GPU on the stream `copies`, each while the one before is decoded."""
+        self._codec, self._wanted, self._step, self._copies = codec, wanted, step, copies
         self._frames = [(from_text(text)[number], data) for text, number, data in frames]
         self._same = {wanted.same.get(frame): at for at, (frame, _) in enumerate(self._frames)}
         self._decoded: tuple[int, Tensor] = -1, torch.empty(0)  # the newest, which several chunks may need
+        self._next: tuple[int, Tensor] = -1, torch.empty(0)  # the message of the frame after it
 
     def values(self, number: int, frame: Frame, device: torch.device) -> Tensor:
         """The numbers (n,) fp32 of a chunk; NaN where the member has sent none, so that nobody misses it."""
         if number in self._same:
-            return self._decode(self._same[number], device)
+            return self._decode(self._same[number])
         found = torch.full((frame.numel,), torch.nan, device=device)
         for gap in _gaps(frame):
             found[gap] = 0.0
         for at, (other, _) in enumerate(self._frames):
             moves = self._wanted.moves(other).get(number, ())
-            values = self._decode(at, device) if moves else found
+            values = self._decode(at) if moves else found
             for move in moves:
                 array = _array(values, move.source.at, move.source.shape)
                 _array(found, move.target.at, move.target.shape)[move.target_box] = array[move.source_box]
         return found
 
-    def _decode(self, at: int, device: torch.device) -> Tensor:
+    def _decode(self, at: int) -> Tensor:
         if self._decoded[0] != at:
-            frame, data = self._frames[at]
-            own = isinstance(data, Tensor)
-            message = data if own else torch.frombuffer(data, dtype=torch.uint8)
-            message = message.to(device, non_blocking=True)
-            self._decoded = at, self._codec.decode(message, frame.numel, self._step)
+            message = self._next[1] if self._next[0] == at else self._sent(at)
+            if self._copies:
+                torch.cuda.current_stream().wait_stream(self._copies)
+                message.record_stream(torch.cuda.current_stream())
+                if at + 1 < len(self._frames):
+                    self._next = at + 1, self._sent(at + 1)
+            self._decoded = at, self._codec.decode(message, self._frames[at][0].numel, self._step)
         return self._decoded[1]
+
+    def _sent(self, at: int) -> Tensor:
+        """The bytes of a frame, where they are decoded; they may be on their way."""
+        data = self._frames[at][1]
+        message = data if isinstance(data, Tensor) else torch.frombuffer(data, dtype=torch.uint8)
+        if not self._copies:
+            return message
+        with torch.cuda.stream(self._copies):
+            return message.to(self._copies.device, non_blocking=True)
 
 
 def _array(flat: Tensor, at: int, shape: tuple[int, ...]) -> Tensor:
