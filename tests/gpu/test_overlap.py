@@ -112,8 +112,11 @@ def exposed(topology: Topology, overlapped: bool, directory: str) -> float:
 
 @pytest.mark.gpu_long
 def test_overlap_exposes_less_communication(tmp_path: Path) -> None:
-    """Six exchanges of a layer are not waited for any more."""
-    waiting, overlapped = (max(on_gpus(1, 2, exposed, kind, str(tmp_path))) for kind in (False, True))
+    """Six exchanges of a layer are not waited for any more.
+
+    Counted on the rank that waits less: the other one waits for that one's host, too.
+    """
+    waiting, overlapped = (min(on_gpus(1, 2, exposed, kind, str(tmp_path))) for kind in (False, True))
     assert 0 < overlapped < 0.5 * waiting
 
 
