@@ -116,11 +116,12 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("west", ["", "--tensor-model-parallel-size 2"])
+@pytest.mark.parametrize(("west", "optimizer"), [("", "adam"), ("--tensor-model-parallel-size 2", "muon")])
 def test_islands_of_other_meshes_end_with_the_same_weights(
-    flags: list[str], tmp_path: Path, west: str
+    flags: list[str], tmp_path: Path, west: str, optimizer: str
 ) -> None:
     settings = "--outer-interval 3 --train-iters 9 --eval-interval 3 --eval-iters 1 --outer-format rotated4"
+    settings += f" --optimizer {optimizer}"
     with islands(tmp_path, flags, settings) as both:
         both.start("west", *west.split())
         both.start("east")
