@@ -37,6 +37,11 @@ class TensorGroup:
 
     def start_gather(self, rows: Tensor) -> Tensor:
         """Start an all-gather: (R, …) on each rank -> (ranks · R, …), for `wait`."""
+        # Two threads of a gloo group write its last operation's name without a lock (torch 2.13). A name of
+        # over 15 letters is on the heap, which that corrupts: ALLGATHER_COALESCED, that of the other form.
+        if rows.is_cpu:
+            out = rows.new_empty(self.size * len(rows), *rows.shape[1:])
+            return _COLLECTIVES.all_gather_into_tensor_out(rows.contiguous(), self.size, self.name, out=out)
         return _COLLECTIVES.all_gather_into_tensor(rows.contiguous(), self.size, self.name)
 
     def start_scatter_sum(self, rows: Tensor) -> Tensor:
