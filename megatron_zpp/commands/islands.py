@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron_zpp.config.command_line import command_options
 from megatron_zpp.config.options import REQUIRED, Options, count, option, option_error
-from megatron_zpp.config.values.addresses import host_and_port, read_secret
+from megatron_zpp.config.values.addresses import host_and_port, joined, read_secret
 from megatron_zpp.distributed.open_files import raise_limit
 from megatron_zpp.islands.hub import Hub
 from megatron_zpp.islands.log import OuterLog
@@ -61,7 +61,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     newest = "no outer step yet" if log.newest is None else f"the newest outer step is {log.newest}"
-    _say(f"listening at {host}:{listener.getsockname()[1]}; {newest}")
+    _say(f"listening at {joined(host, listener.getsockname()[1])}; {newest}")
     hub.serve(listener, secret)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 
 from megatron_zpp.config.options import printable
+from megatron_zpp.config.values.addresses import joined
 from megatron_zpp.islands.log import Contribution, OuterLog
 from megatron_zpp.islands.messages import MOST_FRAME, TOO_SLOW, HubRefused, Message, Traffic, Wire
 
@@ -103,7 +104,7 @@ class Hub:
                 self._say(f"cannot accept a connection: {error}")
                 time.sleep(1.0)
                 continue
-            shown = f"{address[0]}:{address[1]}"
+            shown = joined(*address[:2])
             threading.Thread(target=self._serve, args=(connected, shown, secret), daemon=True).start()
 
     def _serve(self, connected: socket.socket, address: str, secret: bytes) -> None:

@@ -13,7 +13,7 @@ from megatron_zpp.config.model import preset_fields
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import Config, parse_args
 from megatron_zpp.config.sources.settings_file import DeepSpeedFile, SettingsFile
-from megatron_zpp.config.values.addresses import read_secret
+from megatron_zpp.config.values.addresses import host_and_port, joined, read_secret
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.inputs import check_inputs
@@ -172,6 +172,11 @@ def test_an_island_is_refused_what_it_cannot_obey(flags: str | tuple[str, ...], 
         parse(*(flags.split() if isinstance(flags, str) else flags))
     assert str(error.value).startswith(said)
     assert parse(*ISLAND).islands.number == 0
+
+
+@pytest.mark.parametrize("value", ["[::1]:29600", "10.0.0.1:29600", "hub.example.org:1"])
+def test_an_address_is_said_as_it_is_given(value: str) -> None:
+    assert joined(*host_and_port("--islands-at", value)) == value
 
 
 def test_the_secret_of_islands_is_in_a_file_and_in_no_message(tmp_path: Path) -> None:

@@ -16,6 +16,11 @@ def host_and_port(flag: str, value: str) -> tuple[str, int]:
     return found[1] or found[2], int(found[3])
 
 
+def joined(host: str, port: int) -> str:
+    """HOST:PORT, as `host_and_port` reads it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def read_secret(flag: str, path: str) -> bytes:
     """Return the secret in a file, without white space around it. Raises ValueError if there is none."""
     try:
