@@ -55,8 +55,8 @@ def _hook_passes(
         prefetcher.before_forward(place)
         exchanges.count(place, backward=False)
 
-    def after_forward(module: nn.Module, arguments: tuple, output: Any) -> None:
-        counted = False
+    def after_forward(module: nn.Module, arguments: tuple, keywords: dict, output: Any) -> None:
+        counted, given = False, set(map(id, tensors_in((arguments, keywords))))
 
         def before_backward(gradient: Tensor) -> None:
             nonlocal counted
@@ -69,8 +69,11 @@ def _hook_passes(
             if takes_turns:
                 for unit in units:
                     unit.guard.check_output(tensor)
-            if torch.is_grad_enabled() and tensor.requires_grad:
+            # What another unit has made and this one passes on has its gradient behind this one's backward.
+            passed_on = id(tensor) in given and getattr(tensor, "_version_of_unit", None) == tensor._version
+            if torch.is_grad_enabled() and tensor.requires_grad and not passed_on:
                 tensor.register_hook(before_backward)
+                tensor._version_of_unit = tensor._version  # type: ignore[attr-defined]
 
     hooks: list[Callable[..., None]] = [before_forward, after_forward]
     if "torch._dynamo" in sys.modules:  # the module may be compiled with its hooks, which must run each time
@@ -78,5 +81,5 @@ def _hook_passes(
     before, after = hooks
     return [  # a module's own hooks may read its weights, as those of weight_norm do
         module.register_forward_pre_hook(before, prepend=True),
-        module.register_forward_hook(after),
+        module.register_forward_hook(after, with_kwargs=True),
     ]

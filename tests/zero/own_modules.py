@@ -107,6 +107,23 @@ class Skips(Stack):
         return x
 
 
+class PassesOn(Deep):
+    """Returns what the first layer has made beside, as the layers of T5 do with their position bias."""
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Any:
+        x = self.encode(x)
+        shift = torch.tanh(self.other(x)) if shift is None else shift
+        return x + shift, shift
+
+
+class GivesShift(Stack):
+    def hidden(self, x: Tensor) -> Tensor:
+        shift = None
+        for layer in self.layers:
+            x, shift = layer(x, shift=shift)
+        return x
+
+
 class LowRank(Layer):
     """A frozen matrix and what is added to it (LoRA, 2106.09685)."""
 
@@ -268,6 +285,7 @@ def stack_of(layer: Callable[[], nn.Module], kind: type[Stack] = Stack) -> Calla
 TRAINED: dict[str, Callable[[], nn.Module]] = {
     "nested outputs": stack_of(ReturnsNested, stack_that(run=unpacked)),
     "late output": stack_of(TwoHeads, Skips),
+    "passed on": stack_of(PassesOn, GivesShift),
     "MultiheadAttention": stack_of(Attends, TakesFirst),
     "LSTM": stack_of(lambda: nn.LSTM(WIDTH, WIDTH), TakesFirst),
     "LoRA": stack_of(LowRank),
