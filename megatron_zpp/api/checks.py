@@ -1,11 +1,12 @@
 """Refuses models that an engine cannot train as they are, and ranks that are not there."""
 
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from megatron_zpp.api.defaults import has_forward
@@ -49,19 +50,14 @@ def check_values(model: nn.Module, *, given: bool) -> None:
     `given`: whether the user fills all parameters.
     """
     first: tuple[str, torch.dtype] | None = None
-    memory: dict[int, str] = {}  # of parameters with values, by address
     for name, parameter in model.named_parameters():
         if problem := _problem_of(parameter, given=given):
             raise ValueError(f"{name}: {problem}")
-        if address := parameter.data_ptr():
-            _check_memory(name, memory.setdefault(address, name))
         first = first or (name, parameter.dtype)
         if parameter.dtype != first[1] and parameter.is_floating_point():
             fix = "all parameters are computed in PrecisionConfig's format, so give all the same dtype"
             raise ValueError(f"{name}: is {parameter.dtype}, and {first[0]} is {first[1]}; {fix}")
-    for name, buffer in model.named_buffers():
-        if buffer.layout is torch.strided:
-            _check_memory(name, memory.get(buffer.data_ptr(), name))
+    _check_memory(model)
 
 
 def _problem_of(parameter: nn.Parameter, *, given: bool) -> str | None:
@@ -84,11 +80,25 @@ def _problem_of(parameter: nn.Parameter, *, given: bool) -> str | None:
     return None
 
 
-def _check_memory(name: str, owner: str) -> None:
-    """Raise ValueError unless a tensor has memory of its own: `owner` is the first that has it."""
-    if owner != name:
-        fix = "to tie parameters let both modules have the same one, or give a copy"
-        raise ValueError(f"{name}: has the memory of {owner}, and would not have it under the engine; {fix}")
+def _check_memory(model: nn.Module) -> None:
+    """Raise ValueError for what has memory of a parameter that it is not, whole or in part."""
+    spans: list[tuple[int, int, str]] = []  # addresses of parameters, in order; none overlap
+    kept = ((name, leaf) for name, leaf in _kept(model) if type(leaf) is Tensor)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *kept):
+        if tensor.layout is not torch.strided or not (start := tensor.data_ptr()):
+            continue
+        reach = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        # Where other elements may lie between those of a tensor, its first one stands for it.
+        stop = start + tensor.itemsize * (reach if reach <= tensor.numel() else 1)
+        at = bisect(spans, (start, stop, name))
+        for its_start, its_stop, owner in spans[max(at - 1, 0) : at + 1]:
+            if its_start < stop and start < its_stop:
+                fix = "to tie parameters let both modules have the same one, or give a copy"
+                raise ValueError(
+                    f"{name}: has the memory of {owner}, and would not have it under the engine; {fix}"
+                )
+        if isinstance(tensor, nn.Parameter):
+            spans.insert(at, (start, stop, name))
 
 
 def check_model(
@@ -242,7 +252,6 @@ def _check_parameters(model: nn.Module, units: NamedUnits) -> None:
 def _check_modules(model: nn.Module, ranks: int) -> None:
     """Raise ValueError for modules that `ranks` would train otherwise than one process trains them."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    of_torch = set(vars(nn.Module()))
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(f"{inside(path, 'weight')}: gradients are dense; build it with sparse=False")
@@ -257,13 +266,21 @@ def _check_modules(model: nn.Module, ranks: int) -> None:
             if buffer is not None and kept and buffer.dtype not in DTYPES:
                 fix = "no checkpoint could have it; register it with persistent=False"
                 raise ValueError(f"{inside(path, key)}: is {buffer.dtype}, and {fix}, or as real numbers")
+    for name, leaf in _kept(model):
+        if id(leaf) in names:
+            what = f"has the parameter {names[id(leaf)]}, which the engine replaces where it is"
+            raise ValueError(f"{name}: {what} registered; keep its module or its name")
+
+
+def _kept(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What modules keep beside parameters, buffers and modules, by name; what lists have too."""
+    of_torch = set(vars(nn.Module()))
+    for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase):  # which keeps its list as its parameters are
             continue
         for key in vars(module).keys() - of_torch:
             for leaf in tree_leaves(vars(module)[key]):
-                if id(leaf) in names:
-                    what = f"has the parameter {names[id(leaf)]}, which the engine replaces where it is"
-                    raise ValueError(f"{inside(path, key)}: {what} registered; keep its module or its name")
+                yield inside(path, key), leaf
 
 
 def _check_known(argument: str, names: Collection[str], known: Sequence[str], kind: str) -> None:

@@ -109,6 +109,14 @@ NO_RULE = "must be an object with state_names: an UpdateRule"
             r"head.weight: has the memory of layers.0.linear.weight, and would not have it under the ",
         ),
         (
+            with_(lambda it: setattr(it.layers[4].linear.bias, "data", it.layers[1].linear.weight.data[3])),
+            r"layers.4.linear.bias: has the memory of layers.1.linear.weight, and would not have it",
+        ),
+        (
+            with_(lambda it: setattr(it, "kept", {"row": it.head.weight.detach()[0, 2:]})),
+            r"kept: has the memory of head.weight, and would not have it under the engine; to tie ",
+        ),
+        (
             with_(lambda it: it.register_buffer("first", it.head.weight.data)),
             r"first: has the memory of head.weight, and would not have it under the engine; to tie ",
         ),
