@@ -343,15 +343,15 @@ class ZeroEngine:
     def _evaluating(self) -> Iterator[None]:
         """A forward without gradients, no part of a step, with all modules in evaluation mode meanwhile."""
         self.weights.encode_changed()
-        trained = [module for module in self.model.modules() if module.training]
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         self.weights.prefetcher.begin(Phase.FORWARD)
         try:
             with self.sections.paused():
                 yield
         finally:
-            for module in trained:
-                module.training = True
+            for module, mode in modes:
+                module.train(mode)  # a model's own train() undoes what its eval() did
 
     def _loss(self, batch: Batch) -> Tensor:
         self.spare.reserve()

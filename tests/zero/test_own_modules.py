@@ -243,6 +243,26 @@ def test_an_evaluation_leaves_each_module_the_mode_that_it_had() -> None:
     assert torch.allclose(torch.tensor(losses), torch.tensor(losses_of_torch(stack_of(Quiet), 1, steps=2)))
 
 
+class Merges(Layer):
+    """Computes with other weights in evaluation, which its train() undoes; adapters do so."""
+
+    factor = 1
+
+    def train(self, mode: bool = True) -> "Merges":
+        self.factor = 1 if mode else 2
+        return super().train(mode)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return super().encode(x * self.factor)
+
+
+def test_an_evaluation_is_undone_by_a_models_own_train() -> None:
+    engine = engine_of(stack_of(Merges))
+    engine.evaluate(batch_of(9, 9))
+    expected = torch.tensor(losses_of_torch(stack_of(Merges), 1))
+    assert torch.allclose(torch.tensor(steps_of(engine)), expected, rtol=2e-5)
+
+
 class Drops(Quiet):
     def __init__(self) -> None:
         super().__init__()
