@@ -208,6 +208,7 @@ class ZeroEngine(engine.ZeroEngine):
         does, once it is known; the step itself is skipped everywhere.
         """
         self._order.check_whole()
+        passes.check_parameters(self.units)
         passes.check_no_more_parameters(self.model, self._known)
         if self._checks_buffers:
             passes.check_equal_buffers(self.buffers.persistent(), self.mesh.world_size)

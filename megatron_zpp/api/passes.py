@@ -116,7 +116,7 @@ def check_default_dtype() -> None:
 
 
 def check_parameters(units: Sequence[Unit]) -> None:
-    """Raise RuntimeError for a parameter that was frozen, changed or replaced since the engine had it."""
+    """Raise RuntimeError for a parameter that was frozen, changed or replaced, or has a .grad."""
     for unit in units:
         unit.guard.check_held()
         if not unit.reads_master:
@@ -124,6 +124,9 @@ def check_parameters(units: Sequence[Unit]) -> None:
         for name, parameter in zip(unit.names, unit.parameters, strict=True):
             if parameter.requires_grad is unit.frozen:
                 raise frozen_late(name)
+            if parameter.grad is not None:
+                fix = "add a term with that gradient to the loss, and set .grad to None"
+                raise RuntimeError(f"{name}: has a .grad, and no step takes one as it is; {fix}")
 
 
 def check_no_more_parameters(model: nn.Module, known: Collection[str]) -> None:

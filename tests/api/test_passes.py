@@ -128,6 +128,17 @@ def test_freezing_a_parameter_under_an_engine_is_refused(stage: int, trained: bo
     assert said.startswith("layers.1.linear.weight: requires_grad cannot change once the engine is built; ")
 
 
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_gradient_that_is_written_is_refused(accumulated: bool) -> None:
+    """The backward would add to it, and the step divide both; or no step would take it."""
+    engine = engine_of(Stack(), zero_stage=0)
+    if accumulated:
+        engine.accumulate(batch_of(0, 0))
+    engine.model.head.weight.grad = torch.ones(1, WIDTH)
+    call = partial(engine.step, 1e-2) if accumulated else partial(engine.accumulate, batch_of(0, 0))
+    assert refusal(call, error=RuntimeError).startswith("head.weight: has a .grad, and no step takes one as ")
+
+
 class Casts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
