@@ -34,9 +34,10 @@ def register_hooks(
     """
     handles = []
     if not prefetcher.always_gathered or reads.recomputed or exchanges.per_token:
-        for place, ((_, reader), read) in enumerate(zip(modules, reads.units, strict=True)):
+        for place, ((name, reader), read) in enumerate(zip(modules, reads.units, strict=True)):
             module = module_of(reader)
-            handles += _hook_passes(module, place, [units[index] for index in read], prefetcher, exchanges)
+            its_units = [units[index] for index in read]
+            handles += _hook_passes(name, module, place, its_units, prefetcher, exchanges)
     for unit in units:
         if unit.frozen:
             continue
@@ -47,7 +48,12 @@ def register_hooks(
 
 
 def _hook_passes(
-    module: nn.Module, place: int, units: Sequence[Unit], prefetcher: Prefetcher, exchanges: ExchangeCounter
+    name: str,
+    module: nn.Module,
+    place: int,
+    units: Sequence[Unit],
+    prefetcher: Prefetcher,
+    exchanges: ExchangeCounter,
 ) -> list[RemovableHandle]:
     takes_turns = not prefetcher.always_gathered
 
@@ -69,11 +75,21 @@ def _hook_passes(
             if takes_turns:
                 for unit in units:
                     unit.guard.check_output(tensor)
-            # What another unit has made and this one passes on has its gradient behind this one's backward.
-            passed_on = id(tensor) in given and getattr(tensor, "_version_of_unit", None) == tensor._version
-            if torch.is_grad_enabled() and tensor.requires_grad and not passed_on:
+            if torch.is_grad_enabled() and tensor.requires_grad:
+                # What another unit made and this one passes on has its gradient behind this backward.
+                if id(tensor) in given and getattr(tensor, "_version_of_unit", None) == tensor._version:
+                    continue
                 tensor.register_hook(before_backward)
                 tensor._version_of_unit = tensor._version  # type: ignore[attr-defined]
+        # Autograd compares no versions of what hooks on saved tensors return, as torch.utils.checkpoint's do.
+        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            if takes_turns and units and not any(True for _ in tensors_in(output)):
+                raise RuntimeError(
+                    f"{name or 'the model'}: returns a {type(output).__name__} inside of "
+                    "torch.utils.checkpoint; return tensors, in tuples or dictionaries, whose gradients say "
+                    "when its backward begins"
+                )
+            prefetcher.end_reads(place)
 
     hooks: list[Callable[..., None]] = [before_forward, after_forward]
     if "torch._dynamo" in sys.modules:  # the module may be compiled with its hooks, which must run each time

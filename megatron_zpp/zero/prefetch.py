@@ -120,6 +120,12 @@ class Prefetcher:
             self._to_recompute = None
         self._read(self._backward, self._recomputed_at[place])
 
+    def end_reads(self, place: int) -> None:
+        """Let nothing read the units of a place that has computed before it, or its backward, computes."""
+        if self._phase is Phase.FORWARD:
+            for index in self._forward[place]:
+                self._allow_reads(index, self.always_gathered)
+
     def before_backward(self, place: int) -> None:
         """Gather what is needed now that the gradient of one of a place's outputs has arrived.
 

@@ -31,6 +31,7 @@ from tests.zero.own_modules import (
     initialize,
     losses_of_torch,
     read_wrongly,
+    reads_between,
     stack_of,
     stack_that,
     steps_of,
@@ -140,6 +141,31 @@ def test_errors_of_a_backward_that_are_no_stale_reads_stay_as_they_are() -> None
 
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         steps_of(engine_of(Changes))
+
+
+class Box:
+    def __init__(self, kept: Tensor) -> None:
+        self.kept = kept
+
+
+class Boxes(Layer):
+    def forward(self, x: Tensor) -> Box:
+        return Box(self.encode(x))
+
+
+READS_IN_CHECKPOINT = {
+    "layers.0.linear.weight: is read while its unit": stack_that(hidden=reads_between),
+    "layers.0: returns a Box inside": stack_of(Boxes, stack_that(run=lambda _, layer, x: layer(x).kept)),
+}
+
+
+@pytest.mark.parametrize("said", READS_IN_CHECKPOINT)
+def test_reads_in_a_checkpoint_of_several_units_are_refused(said: str) -> None:
+    """Autograd compares no versions of what hooks on saved tensors return."""
+    engine = engine_of(READS_IN_CHECKPOINT[said], **NO_PREFETCH)
+    hidden = engine.model.hidden
+    engine.model.hidden = lambda x: checkpoint(hidden, x, use_reentrant=False)
+    assert refusal(steps_of, engine, error=RuntimeError).startswith(said)
 
 
 class Repeats(Stack):
