@@ -201,10 +201,8 @@ class ZeroEngine:
         if self.scaling is not None and index == 0:
             self.scaling.begin_step()
         self.weights.prefetcher.begin(Phase.FORWARD)
-        buffers = self.buffers.versions()
         with self.sections(FORWARD):
             loss = self._loss(batch)
-        self.buffers.check_unchanged(buffers)
         self.weights.prefetcher.begin(Phase.BACKWARD)
         with self.sections(WAIT_REDUCTIONS):
             last = index == micro_batches - 1
@@ -362,7 +360,10 @@ class ZeroEngine:
             moved = [part if part is None else part.to(self.device, non_blocking=True) for part in batch]
         assert moved[0] is not None  # the tokens
         self._exchanges.begin(moved[0].numel())
-        return self.model(*moved)
+        buffers = self.buffers.versions()
+        loss = self.model(*moved)
+        self.buffers.check_unchanged(buffers)
+        return loss
 
 
 def _check_settings(
