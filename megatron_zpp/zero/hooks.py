@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from megatron_zpp.zero.gradients import Gradients
@@ -58,7 +60,9 @@ def _hook_passes(
     takes_turns = not prefetcher.always_gathered
 
     def before_forward(module: nn.Module, arguments: tuple) -> None:
-        prefetcher.before_forward(place)
+        # Modes see each operation, as that of a selective checkpoint, and a gather is none of the model's.
+        with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():
+            prefetcher.before_forward(place)
         exchanges.count(place, backward=False)
 
     def after_forward(module: nn.Module, arguments: tuple, keywords: dict, output: Any) -> None:

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.zero.read_guard import Unreadable
@@ -166,6 +167,16 @@ def test_reads_in_a_checkpoint_of_several_units_are_refused(said: str) -> None:
     hidden = engine.model.hidden
     engine.model.hidden = lambda x: checkpoint(hidden, x, use_reentrant=False)
     assert refusal(steps_of, engine, error=RuntimeError).startswith(said)
+
+
+def test_a_selective_checkpoint_of_several_units_trains_as_it_is() -> None:
+    """It counts the operations of forward and recomputation, which have other gathers."""
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    make = stack_that(
+        hidden=lambda it, x: checkpoint(partial(Stack.hidden, it), x, use_reentrant=False, context_fn=kept)
+    )
+    expected = torch.tensor(losses_of_torch(make, 1))
+    assert torch.allclose(torch.tensor(steps_of(engine_of(make))), expected, rtol=2e-5)
 
 
 class Repeats(Stack):
