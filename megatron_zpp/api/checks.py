@@ -220,6 +220,10 @@ def _check_parameters(model: nn.Module, units: NamedUnits) -> None:
     named: dict[str, int] = {}  # parameters
     for unit, parameters in units:
         module, key = module_of(parameters), key_of(parameters)
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{unit or 'the model'}: is a ScriptModule; list a plain module that has it inside"
+            )
         if not has_forward(module):
             fix = "has no forward, so that nothing says when its weights are read; list its modules"
             raise ValueError(f"{unit}: {type(module).__name__} {fix}")

@@ -50,6 +50,8 @@ def units_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module can be called; lists of modules cannot. A compiled one has a forward of its own."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 

@@ -133,6 +133,11 @@ NO_RULE = "must be an object with state_names: an UpdateRule"
             r"z: is torch.complex64, and no checkpoint could have it; register it with persistent=False",
         ),
         (with_(lambda it: engine_of(it).close()), ANOTHERS),
+        (partial(torch.jit.script, nn.Linear(12, 1)), "the model: is a ScriptModule; list a plain module"),
+        (
+            lambda: Stack(lambda: torch.jit.trace(nn.Linear(12, 12), torch.ones(1, 12))),
+            "layers.0: is a ScriptModule; list a plain module that has it inside",
+        ),
         (
             listing(lambda it: [("same", each) for each in it.layers] + [("head", it.head)]),
             rf"same.linear.weight: two parameters have this name; {UNITS} must name modules otherwise",
