@@ -53,7 +53,8 @@ class StepInBackward:
         self._optimizer.begin_step(self._rates, self._divisor, 1.0 - torch.isfinite(loss).float())
 
     def finish_backward(self) -> None:
-        """Allow reads of the new weights, where they are in their slots."""
+        """Allow reads of the new weights."""
+        self._prefetcher.stepped = set()
         if self._prefetcher.always_gathered:
             for unit in self._numbers:
                 unit.guard.set_readable(True)
@@ -81,6 +82,7 @@ class StepInBackward:
         self._optimizer.compute_scalars(self._rates, self._divisor * shrink, found_inf)
         self._optimizer.update(self._numbers[unit])
         self._prefetcher.changed(unit.number)  # and gathered at stage 3 when the forward needs it
+        self._prefetcher.stepped.add(unit.number)
         if self._prefetcher.always_gathered:
             unit.guard.set_readable(False)  # a backward that has yet to read old weights is an error
         unit.grad.release()

@@ -78,9 +78,10 @@ class Prefetcher:
         self._first_of = {chunk[-1]: chunk[0] for chunk in reads.recomputed}
         self._to_recompute: int | None = None  # the last place of the range that is being recomputed
         self._recomputed: set[int] = set()  # the last places of those that this pass has begun to recompute
+        self.stepped: set[int] = set()  # units that --optimizer-in-backward has changed in this backward
 
     def begin(self, phase: Phase) -> None:
-        self._phase, self._to_recompute, self._recomputed = phase, None, set()
+        self._phase, self._to_recompute, self._recomputed, self.stepped = phase, None, set(), set()
 
     def weights_of(self, index: int) -> WeightState:
         """Where the present weights of a unit are."""
@@ -116,6 +117,11 @@ class Prefetcher:
         if self._phase is Phase.FORWARD:
             self._read(self._forward, place)
             return
+        if self.stepped.intersection(self._forward[place]):
+            raise RuntimeError(
+                f"--optimizer-in-backward: of units(), number {place} from 0 is computed again in the backward "
+                "that has changed its weights; train without it, or recompute all uses of that unit together"
+            )
         if place == self._to_recompute:
             self._to_recompute = None
         self._read(self._backward, self._recomputed_at[place])

@@ -227,3 +227,23 @@ def test_a_backward_that_reads_weights_after_their_step_is_an_error() -> None:
     engine.begin_step(RATE)
     with pytest.raises(RuntimeError, match=r"last\.weight: is read while"):
         engine.accumulate((torch.randn(4, 8), torch.randn(4, 8)))
+
+
+class Again(Detached):
+    """The recomputation of `before` computes `last` again, when that has been stepped."""
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        both = lambda x: self.before(x + self.last(x).detach())  # noqa: E731
+        hidden = torch.utils.checkpoint.checkpoint(both, inputs, use_reentrant=False)
+        return (self.last(hidden) - targets).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"), [(0, r"last\.weight: is read"), (3, "--optimizer-in-backward: of")]
+)
+def test_a_recomputation_of_a_unit_after_its_step_is_an_error(stage: int, said: str) -> None:
+    config = EngineConfig(optimizer=PLAIN, zero=ZeroConfig(zero_stage=stage))
+    engine = megatron_zpp.ZeroEngine(Again(), config=config, device=torch.device("cpu"))
+    engine.begin_step(RATE)
+    with pytest.raises(RuntimeError, match=f"^{said}"):
+        engine.accumulate((torch.randn(4, 8), torch.randn(4, 8)))
