@@ -119,8 +119,8 @@ class Prefetcher:
             return
         if self.stepped.intersection(self._forward[place]):
             raise RuntimeError(
-                f"--optimizer-in-backward: of units(), number {place} from 0 is computed again in the backward "
-                "that has changed its weights; train without it, or recompute all uses of that unit together"
+                f"--optimizer-in-backward: of units(), number {place} from 0 is computed again in the "
+                "backward that has changed its weights; train without it, or recompute its uses together"
             )
         if place == self._to_recompute:
             self._to_recompute = None
