@@ -209,7 +209,7 @@ class ZeroEngine(engine.ZeroEngine):
         """
         self._order.check_whole()
         passes.check_parameters(self.units)
-        passes.check_no_more_parameters(self.model, self._known)
+        passes.check_same_parameters(self.model, self._known, self.units)
         if self._steps & (self._steps - 1) == 0:  # ever more rarely: a forward may begin late to change one
             passes.check_equal_buffers(self.buffers.persistent(), self.mesh.world_size)
         self._unit_order.check()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_zpp.config.options import option_error
-from megatron_zpp.zero.read_guard import frozen_late
+from megatron_zpp.zero.read_guard import Unreadable, frozen_late
 from megatron_zpp.zero.sharded_unit import Unit
 
 
@@ -129,13 +129,19 @@ def check_parameters(units: Sequence[Unit]) -> None:
                 raise RuntimeError(f"{name}: has a .grad, and no step takes one as it is; {fix}")
 
 
-def check_no_more_parameters(model: nn.Module, known: Collection[str]) -> None:
-    """Raise RuntimeError for a parameter that is not one of those `known` by name."""
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        if name not in known:
+def check_same_parameters(model: nn.Module, known: Collection[str], units: Sequence[Unit]) -> None:
+    """Raise RuntimeError unless the model has parameters of these names, all of `units`, and no others."""
+    trained = {id(parameter) for unit in units for parameter in unit.parameters}
+    found = {
+        name: isinstance(parameter, Unreadable) or id(parameter) in trained or not parameter.numel()
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    for name in sorted(found.keys() | known):
+        if name not in known or not found.get(name):
+            what = "is new in the model" if name in found else "is no longer in the model"
             raise RuntimeError(
-                f"{name}: is new since the engine was built, which does not train it; build another model "
-                "and engine with it, and load the state_dict of this one"
+                f"{name}: {what} since the engine was built, which trains what was there then; build another "
+                "model and engine, and load the state_dict of this one"
             )
 
 

@@ -1,5 +1,6 @@
 """The engine: holds the model states of a run, sharded as the ZeRO stage says, and takes optimizer steps."""
 
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -335,6 +336,9 @@ class ZeroEngine:
         if decoupled_rate is not None and not self._decouples:
             fix = "no parameter is decoupled; name some in ZeroEngine's decoupled"
             raise option_error("decoupled_rate", decoupled_rate, fix)
+        for name, rate in (("learning_rate", learning_rate), ("decoupled_rate", decoupled_rate)):
+            if rate is not None and not 0 <= rate < math.inf:
+                raise option_error(name, rate, "must be a number of at least 0")
         return learning_rate, learning_rate if decoupled_rate is None else decoupled_rate
 
     @contextmanager

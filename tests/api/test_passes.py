@@ -128,6 +128,15 @@ def test_freezing_a_parameter_under_an_engine_is_refused(stage: int, trained: bo
     assert said.startswith("layers.1.linear.weight: requires_grad cannot change once the engine is built; ")
 
 
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1e-3])
+def test_a_learning_rate_that_is_no_rate_is_refused(rate: float) -> None:
+    engine = engine_of(Stack())
+    engine.accumulate(batch_of(0, 0))
+    said = refusal(engine.step, rate)
+    assert said == f"learning_rate {rate}: must be a number of at least 0"
+    engine.step(0.0)
+
+
 @pytest.mark.parametrize("accumulated", [False, True])
 def test_a_gradient_that_is_written_is_refused(accumulated: bool) -> None:
     """The backward would add to it, and the step divide both; or no step would take it."""
@@ -202,7 +211,15 @@ def halve(model: nn.Module) -> None:
         ),
         (
             lambda it: setattr(it, "lora", nn.Linear(1, 1)),
-            "lora.weight: is new since the engine was built, which",
+            "lora.bias: is new in the model since the engine was built, which",
+        ),
+        (
+            lambda it: setattr(it, "head", nn.Linear(WIDTH, 1)),
+            "head.bias: is new in the model since the engine was built, which",
+        ),
+        (
+            lambda it: setattr(it, "head", nn.Linear(WIDTH, 1, bias=False)),
+            "head.bias: is no longer in the model since the engine was built, which",
         ),
     ],
 )
