@@ -346,9 +346,9 @@ class ZeroEngine:
         """A forward without gradients, no part of a step, with all modules in evaluation mode meanwhile."""
         self.weights.encode_changed()
         modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
         self.weights.prefetcher.begin(Phase.FORWARD)
         try:
+            self.model.eval()
             with self.sections.paused():
                 yield
         finally:
