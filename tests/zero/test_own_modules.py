@@ -1,5 +1,6 @@
 """Modules of users under the engine: right, or refused in a line that names the parameter, at every stage."""
 
+import gc
 import re
 from collections.abc import Callable
 from functools import partial
@@ -167,6 +168,7 @@ def test_reads_in_a_checkpoint_of_several_units_are_refused(said: str) -> None:
     hidden = engine.model.hidden
     engine.model.hidden = lambda x: checkpoint(hidden, x, use_reentrant=False)
     assert refusal(steps_of, engine, error=RuntimeError).startswith(said)
+    gc.collect()  # torch 2.8 sets no other hooks before the checkpoint that has raised is freed
 
 
 def test_a_selective_checkpoint_of_several_units_trains_as_it_is() -> None:
