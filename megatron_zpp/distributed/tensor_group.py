@@ -37,11 +37,12 @@ class TensorGroup:
 
     def start_gather(self, rows: Tensor) -> Tensor:
         """Start an all-gather: (R, …) on each rank -> (ranks · R, …), for `wait`."""
-        # Two threads of a gloo group write its last operation's name without a lock (torch 2.13). A name of
-        # over 15 letters is on the heap, which that corrupts: ALLGATHER_COALESCED, that of the other form.
+        # Two threads of a gloo group write its last operation's name without a lock (torch 2.8 to 2.13).
+        # A name of over 15 letters is on the heap, which that corrupts: ALLGATHER_COALESCED. Graphs of
+        # torch 2.11 refuse the form with `out`, which has a short name.
         if rows.is_cpu:
-            out = rows.new_empty(self.size * len(rows), *rows.shape[1:])
-            return _COLLECTIVES.all_gather_into_tensor_out(rows.contiguous(), self.size, self.name, out=out)
+            sizes = [len(rows)] * self.size
+            return _COLLECTIVES.all_to_all_single(torch.cat([rows] * self.size), sizes, sizes, self.name)
         return _COLLECTIVES.all_gather_into_tensor(rows.contiguous(), self.size, self.name)
 
     def start_scatter_sum(self, rows: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from megatron_zpp.supervision.preflight import Ring, describe_rates, rings_of, s
 from megatron_zpp.train.setup import ranks
 from tests.config.command_line import SMALLEST
 from tests.data.format_by_hand import write_by_hand
-from tests.support import Run
+from tests.support import Run, environment
 
 FLAGS = [*SMALLEST, "--train-iters", "2", "--device", "cpu"]
 AT_ONCE = "--heartbeat-timeout 0 --distributed-timeout-minutes 0.04".split()
@@ -60,8 +60,8 @@ def hang_when_it_joins() -> None:
 def test_a_rank_that_falls_silent_ends_the_run(waiting: dict[str, Run]) -> None:
     """The rank connected, and hangs before it sends anything."""
     run = waiting["silent"]
-    rank_address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": run.port}
-    met = rendezvous(Topology(1, 2, 1, 2), rank_address, timedelta(seconds=120), say=print, ended=print)
+    place = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=run.port)  # MEGATRON_ZPP_CACHE too: the secret
+    met = rendezvous(Topology(1, 2, 1, 2), place, timedelta(seconds=120), say=print, ended=print)
     assert met.own.interface == "lo"
     assert run.statuses() == {0: 1}
     assert "pretrain_gpt.py: waiting for rank 1: starting for " in run.err(0)
