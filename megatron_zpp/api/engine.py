@@ -188,7 +188,7 @@ class ZeroEngine(engine.ZeroEngine):
         self._config, self._timeout, self._say = config, timeout or _TIMEOUT, say
         self._files, self._unit_order = FileWorker(), passes.UnitOrder()
         self._order = passes.MicroBatchOrder()
-        self._steps = 0  # since then
+        self._steps = 0  # that this engine has taken
 
     def accumulate(
         self, batch: engine.Batch, *, index: int = 0, micro_batches: int = 1, weight: float | None = None
