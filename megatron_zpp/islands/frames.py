@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import SHARD_MULTIPLE, Box, Layout
 
-LEAST, MOST = 1 << 16, 1 << 22  # elements of a frame; whole quantisation blocks
+LEAST, MOST = 1 << 16, 1 << 24  # elements of a frame; whole quantisation blocks
 
 Sides = tuple[range, ...]  # a box, by dimension; unlike slices, ranges have a hash
 

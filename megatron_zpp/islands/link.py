@@ -112,15 +112,13 @@ class Link:
         frames: Sequence[Any],
         choose: Choose,
         consumed: int,
-        weights: int = 0,
-        *,
-        ready: Callable[[], None] = lambda: None,
+        ready: Callable[[], int] = lambda: 0,
     ) -> Future[Outcome]:
         """Contribute frames, bytes-like, to an outer step; return what others contributed, once it is closed.
 
-        `consumed` is how many samples the island has read for it, `weights` a checksum of its outer weights.
-        The frames are there when `ready` returns, and must stay as they are until the step is closed. The
-        Future raises HubRefused.
+        `consumed` is how many samples the island has read for it. The frames are there when `ready` returns
+        the checksum of its outer weights, and must stay as they are until the step is closed. The Future
+        raises HubRefused.
         """
         views = [memoryview(frame) for frame in frames]
         views = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]
@@ -129,8 +127,7 @@ class Link:
             raise ValueError(f"a frame of {max(sizes):,} bytes: must be at most {MOST_FRAME:,}")
 
         def work(wire: Wire) -> Outcome:
-            ready()
-            offer = {"step": step, "sizes": sizes, "consumed": consumed, "weights": weights}
+            offer = {"step": step, "sizes": sizes, "consumed": consumed, "weights": ready()}
             if _asked(wire, {"do": "contribute", **offer})["send"]:
                 for view in views:
                     wire.send_payload(view)

@@ -9,6 +9,7 @@ weights have the same bits, whatever their meshes.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from itertools import compress
 from typing import Any
 
@@ -101,11 +102,11 @@ class OuterState:
         self.wanted = Wanted(self._chunks)
         self._rounded: list[Tensor] = []  # the residuals after the newest exchange
         self._encoded: list[tuple[str, int, Tensor]] = []  # and its frames, of all chunks
-        self._rooms: dict[int, Tensor] = {}  # pinned memory for each frame
+        self._rooms: dict[int, Tensor] = {}  # pinned memory for each frame, and as -1 for the checksum
         self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
-    def checksum(self) -> Tensor:
-        """A part () int64 of the sum of the bits of the outer weights, which is the same for any mesh."""
+    def _checksum(self) -> Tensor:
+        """The sum () int64 of the bits of the outer weights, which is the same for any mesh."""
         total = torch.zeros((), dtype=torch.int64, device=self._device)
         for unit, elements, frame in compress(self._chunks, self._sends):
             bits = self._weights[unit][elements].view(torch.int32)
@@ -113,7 +114,7 @@ class OuterState:
                 if name in self._counted:
                     box = tuple(slice(side.start, side.stop) for side in here)
                     total += _array(bits, at, shape)[box].sum(dtype=torch.int64)
-        return total.to(self._engine.device)
+        return self._engine.sum_over_ranks(total.to(self._engine.device))
 
     def begin(self) -> None:
         """Begin a run: the outer weights are the weights, and nothing has moved."""
@@ -123,41 +124,49 @@ class OuterState:
             shard.zero_()
 
     @torch.no_grad()
-    def leave(self, step: int, *, again: bool = False) -> tuple[list[Tensor], Callable[[], None]]:
+    def leave(self, step: int, *, again: bool = False) -> tuple[list[Tensor], Callable[[], int]]:
         """What this rank sends at an outer step: a frame (bytes,) uint8 on the CPU of each that `layout` has.
 
-        They may be read after a call of the other thing returned, from any thread, until the next `leave`.
-        `again`: of the weights that were sent before, after a resumed run has loaded them.
+        They may be read, from any thread and until the next `leave`, once a call of the other thing has
+        returned the checksum of the outer weights, which is the same for any mesh. `again`: of the weights
+        that were sent before, after a resumed run has loaded them.
         """
-        weights = self._own_weights()
+        weights, checksum = self._own_weights(), self._to_host(-1, self._checksum())
         if self._sent and not again:
             for sent, own in zip(self._sent, weights, strict=True):
                 sent.copy_(own)
         weights = self._sent or weights
         self._rounded = [residual.clone() for residual in self._residuals]
-        self._encoded = []
+        self._encoded, frames = [], []
         for number, (unit, elements, _) in enumerate(self._chunks):
             moved = self._weights[unit][elements] - weights[unit][elements]
             lost = self._rounded[unit][elements] if self._rounded else None
             message = self._codec.encode(moved, lost, step)
-            if self._copies:
-                if number not in self._rooms:
-                    self._rooms[number] = torch.empty(message.shape, dtype=torch.uint8, pin_memory=True)
-                self._copies.wait_stream(torch.cuda.current_stream())
-                message.record_stream(self._copies)
-                with torch.cuda.stream(self._copies):
-                    message = self._rooms[number].copy_(message, non_blocking=True)
-            self._encoded.append((self._own, number, message))
+            frames.append(self._to_host(number, message))
+            # Codes are small enough to stay on a GPU until they are decoded
+            self._encoded.append((self._own, number, message if self._rounded else frames[-1]))
         for unit, lost in enumerate(self._rounded):
             clear(lost, self._gaps.get(unit, ()))
         done = self._copies.record_event() if self._copies else None
 
-        def copied() -> None:
+        def ready() -> int:
             if done:
                 with torch.cuda.device(self._device):  # not the first one, which a thread begins with
                     done.synchronize()
+            return int(checksum)
 
-        return [frame for _, _, frame in compress(self._encoded, self._sends)], copied
+        return list(compress(frames, self._sends)), ready
+
+    def _to_host(self, number: int, values: Tensor) -> Tensor:
+        """What is copied to pinned memory on the stream of copies; without a GPU the values themselves."""
+        if not self._copies:
+            return values.cpu()
+        if number not in self._rooms:
+            self._rooms[number] = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        self._copies.wait_stream(torch.cuda.current_stream())
+        values.record_stream(self._copies)
+        with torch.cuda.stream(self._copies):
+            return self._rooms[number].copy_(values, non_blocking=True)
 
     def room(self, size: int) -> Any:
         """Memory for a frame of so many bytes that another thread receives: pinned where it goes to a GPU."""
@@ -176,14 +185,9 @@ class OuterState:
         self.replay(step, members, found)
         for residual, rounded in zip(self._residuals, self._rounded, strict=True):
             residual.copy_(rounded)
-        new = self._weights
-        if self._sent:
-            weights = self._own_weights()
-            new = [
-                outer + (own - sent)
-                for outer, own, sent in zip(self._weights, weights, self._sent, strict=True)
-            ]
-        self._engine.states.replace_weights(new)
+        for outer, own, sent in zip(self._weights, self._own_weights(), self._sent, strict=False):
+            torch.sub(own, sent, out=sent).add_(outer)
+        self._engine.states.replace_weights(self._sent or self._weights)
         self._encoded, self._rounded = [], []
 
     def give_up(self) -> None:
@@ -230,10 +234,8 @@ class OuterState:
         count = torch.tensor(float(len(sources)), device=self._device)
         for number, (unit, elements, frame) in enumerate(self._chunks):
             outer, momentum = self._weights[unit][elements], self._momentum[unit][elements]
-            gradient = torch.zeros_like(outer)
-            for source in sources:
-                gradient.add_(source.values(number, frame, outer.device))
-            gradient.div_(count)
+            values = (source.values(number, frame, outer.device) for source in sources)
+            gradient = reduce(torch.add, values) / count
             momentum.mul_(self._config.outer_momentum).add_(gradient)
             gradient.add_(momentum * self._config.outer_momentum).mul_(self._config.outer_lr)
             outer.sub_(gradient)
@@ -289,7 +291,7 @@ class _Source:
     def _decode(self, at: int) -> Tensor:
         if self._decoded[0] != at:
             message = self._next[1] if self._next[0] == at else self._sent(at)
-            if self._copies:
+            if self._copies and message is not self._frames[at][1]:
                 torch.cuda.current_stream().wait_stream(self._copies)
                 message.record_stream(torch.cuda.current_stream())
                 if at + 1 < len(self._frames):
@@ -301,7 +303,7 @@ class _Source:
         """The bytes of a frame, where they are decoded; they may be on their way."""
         data = self._frames[at][1]
         message = data if isinstance(data, Tensor) else torch.frombuffer(data, dtype=torch.uint8)
-        if not self._copies:
+        if not self._copies or message.is_cuda:
             return message
         with torch.cuda.stream(self._copies):
             return message.to(self._copies.device, non_blocking=True)

@@ -15,12 +15,12 @@ def state_bytes(job: Job) -> int:
     """Bytes of a rank's outer states, which all ranks share at every ZeRO stage.
 
     Outer weights, momentum, and with --outer-overlap the weights that were sent, in fp32; with rotated codes
-    what they lost, in bf16, and while an exchange travels what they had lost before.
+    what they lost, in bf16, and while an exchange travels what they had lost before, and the codes.
     """
     islands = job.islands
     codes, travels = islands.outer_format.startswith("rotated"), bool(islands.outer_overlap)
-    each = 8 + 4 * travels + 2 * codes * (1 + travels)
-    return each * sum(layout.shard_numel for layout in job.layouts)
+    each = 8 + 4 * travels + codes * (2 + travels * (2 + BYTES[islands.outer_format]))
+    return int(each * sum(layout.shard_numel for layout in job.layouts))
 
 
 def outer_lines(job: Job, step: float, mbit: float | None) -> Iterator[str]:

@@ -59,7 +59,8 @@ class Islands:
             say=(lambda line: self._say(f" {line}")) if topology.rank == 0 else lambda line: None,
             room=self._state.room,
         )
-        self._weights, self._joined = 0, False  # the outer weights' checksum; whether others had the same
+        self._checksum: Callable[[], int] = lambda: 0  # of the outer weights that the newest step began with
+        self._joined = False  # whether others had the same
         self._under_way: Future[Outcome] | None = None
         self._began = self._ended = 0.0
         self._contributed: int | None = None  # samples read for this island's newest outer step, if known
@@ -121,7 +122,8 @@ class Islands:
 
     def _compare(self, outcome: Outcome) -> None:
         """Raise ValueError if this island has begun with other outer weights; warn if they differ later."""
-        others = [name for name, weights in outcome.weights.items() if weights != self._weights]
+        own = self._checksum()
+        others = [name for name, weights in outcome.weights.items() if weights != own]
         fix = (
             f"its outer weights are not those of {', '.join(others)} before outer step {outcome.step}: start "
             "all islands from the same weights, or this one from another's checkpoint"
@@ -149,11 +151,10 @@ class Islands:
     def _leave(self, progress: Progress, *, again: bool = False) -> None:
         step, consumed = self._next(progress), progress.exchange_begun
         assert consumed is not None
-        self._weights = int(self._engine.sum_over_ranks(self._state.checksum()))
-        frames, copied = self._state.leave(step, again=again)
+        frames, self._checksum = self._state.leave(step, again=again)
         self._began, choose = time.monotonic(), self._state.wanted.choose
         memory = [frame.numpy() for frame in frames]
-        self._under_way = self._link.exchange(step, memory, choose, consumed, self._weights, ready=copied)
+        self._under_way = self._link.exchange(step, memory, choose, consumed, self._checksum)
         self._under_way.add_done_callback(self._note_end)
 
     def _note_end(self, exchange: Future[Outcome]) -> None:
