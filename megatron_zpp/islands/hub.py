@@ -181,7 +181,8 @@ class Hub:
             self._left.wait()
 
     def _check_settings(self, name: str, settings: Message) -> None:
-        first, known = self._log.settings_of(name, settings)
+        lonely = not any(island.connections for island in self._islands.values())
+        first, known = self._log.settings_of(name, settings, lonely=lonely)
         for flag in sorted({*known, *settings}):
             own, other = (_shown(each, flag) for each in (settings, known))
             if own != other:

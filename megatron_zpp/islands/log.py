@@ -105,9 +105,14 @@ class OuterLog:
             if path.stem not in used:
                 path.unlink()
 
-    def settings_of(self, island: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Return the settings of the first island, and its name; without one, these become the first."""
-        if "island" not in self._settings:
+    def settings_of(
+        self, island: str, settings: dict[str, Any], *, lonely: bool
+    ) -> tuple[str, dict[str, Any]]:
+        """Return the settings of the first island, and its name.
+
+        These become the first without others, or if a `lonely` island brings them before anything else.
+        """
+        if "island" not in self._settings or (lonely and self.open_step is None):
             self._settings |= {"island": island, "settings": settings}
             write_text(self._directory / "settings.json", json.dumps(self._settings))
         return self._settings["island"], self._settings["settings"]

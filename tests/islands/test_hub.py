@@ -331,6 +331,9 @@ def test_strangers_cost_a_line_each(hub: Hub) -> None:
         knows.send_text(garbage)
         with pytest.raises((EOFError, ConnectionError)):
             knows.receive()
+    mistaken = link(hub, "west", start="west 0", settings=SETTINGS | {"--outer-lr": 0.5})
+    assert mistaken.newest().result(20)[0] == -1
+    mistaken.close(ended=True)
     west = Island(hub, "west", 2)
     results(west.send(0))
     west.close()
