@@ -143,7 +143,6 @@ class Hub:
         if not 0 <= peer.rank < peer.ranks:
             raise ValueError(f"rank {peer.rank} of {peer.ranks}")
         with self._lock:
-            self._check_settings(peer.island, hello["settings"])
             wanted = not self._log.has_layout(peer.layout)
         wire.send({"layout": wanted})
         if wanted:
@@ -151,6 +150,7 @@ class Hub:
             with self._lock:
                 self._log.add_layout(text)
         with self._lock:
+            self._check_settings(peer.island, hello["settings"])
             if island.start != peer.start and peer.start not in island.former:
                 island.former.add(island.start)
                 island.start, island.ranks = peer.start, peer.ranks
