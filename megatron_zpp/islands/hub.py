@@ -23,7 +23,7 @@ from megatron_zpp.islands.log import Contribution, OuterLog
 from megatron_zpp.islands.messages import MOST_FRAME, TOO_SLOW, HubRefused, Message, Traffic, Wire
 
 _HELLO = ("island", "rank", "ranks", "start", "layout")
-_RETURN = 2.0  # seconds for an island to connect again, after what may be a short disturbance
+_RETURN = 3.0  # seconds for an island to connect again, after its longest pause between attempts
 _TICK = 1.0  # seconds after which a rank that waits hears that the hub is there
 
 
@@ -239,9 +239,14 @@ class Hub:
         if takes:
             header = Contribution(peer.start, peer.ranks, peer.layout, sizes, int(consumed), int(weights))
             size = sum(sizes)
-            self._log.write(
-                step, peer.island, peer.rank, header, lambda file: peer.wire.receive_file(file, size)
-            )
+            try:
+                self._log.write(
+                    step, peer.island, peer.rank, header, lambda file: peer.wire.receive_file(file, size)
+                )
+            except OSError as error:  # such as of a full disk
+                with suppress(OSError):
+                    peer.wire.send({"failed": str(error)})
+                raise
             with self._lock:
                 self._log.add(step, peer.island, peer.rank, header)
                 self._changed.notify()

@@ -129,8 +129,13 @@ class Link:
         def work(wire: Wire) -> Outcome:
             offer = {"step": step, "sizes": sizes, "consumed": consumed, "weights": ready()}
             if _asked(wire, {"do": "contribute", **offer})["send"]:
-                for view in views:
-                    wire.send_payload(view)
+                try:
+                    for view in views:
+                        wire.send_payload(view)
+                except OSError:
+                    with suppress(EOFError):
+                        _answer(wire)  # the hub may have said why it closed the connection
+                    raise
             answer = _asked(wire, {"do": "await", "step": step})
             while "waiting" in answer:
                 self._reached()
@@ -304,6 +309,8 @@ def _answer(wire: Wire) -> Message:
     answer = wire.receive()
     if "refused" in answer:
         raise HubRefused(answer["refused"])
+    if "failed" in answer:
+        raise OSError(f"it says {answer['failed']}")
     return answer
 
 
