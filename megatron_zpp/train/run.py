@@ -65,6 +65,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
     progress = named(loaded.progress, config.checkpoint, exchange_for("run"))
     if outer is not None and not (progress.iteration and config.checkpoint.load_optim):
         outer.begin()
+        progress = replace(progress, exchange_begun=None)  # its weights were not loaded
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)
     schedule = inputs.schedule.resumed(progress)
