@@ -255,7 +255,7 @@ class Link:
         if not self._told:
             self._told = True
             silent = isinstance(error, BlockingIOError)  # of a read that waited LOST_AFTER
-            why = "it is silent" if silent else str(error) or type(error).__name__
+            why = "it is silent" if silent else str(error) or "it closed the connection"
             self._say(
                 f"--islands-at {self._address}: no connection to the hub ({why}); trying until it is there"
             )
