@@ -122,7 +122,7 @@ def test_islands_of_other_meshes_end_with_the_same_weights(
 ) -> None:
     settings = "--outer-interval 3 --train-iters 9 --eval-interval 2 --eval-iters 1 --outer-format rotated4"
     settings += f" --optimizer {optimizer} --sample-prompt 32"
-    with islands(tmp_path, flags, settings) as both:
+    with islands(tmp_path, flags, settings, "--quorum", "2") as both:
         both.start("west", *west.split())
         both.start("east")
         both.end()
