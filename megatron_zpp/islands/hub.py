@@ -23,7 +23,7 @@ from megatron_zpp.islands.log import Contribution, OuterLog
 from megatron_zpp.islands.messages import MOST_FRAME, TOO_SLOW, HubRefused, Message, Traffic, Wire
 
 _HELLO = ("island", "rank", "ranks", "start", "layout")
-_RETURN = 2.0  # seconds for an island to connect again, after what may be a short disturbance
+_RETURN = 3.0  # seconds for an island to connect again, after its longest pause between attempts
 _TICK = 1.0  # seconds after which a rank that waits hears that the hub is there
 
 
@@ -143,7 +143,6 @@ class Hub:
         if not 0 <= peer.rank < peer.ranks:
             raise ValueError(f"rank {peer.rank} of {peer.ranks}")
         with self._lock:
-            self._check_settings(peer.island, hello["settings"])
             wanted = not self._log.has_layout(peer.layout)
         wire.send({"layout": wanted})
         if wanted:
@@ -151,6 +150,7 @@ class Hub:
             with self._lock:
                 self._log.add_layout(text)
         with self._lock:
+            self._check_settings(peer.island, hello["settings"])
             if island.start != peer.start and peer.start not in island.former:
                 island.former.add(island.start)
                 island.start, island.ranks = peer.start, peer.ranks
@@ -239,9 +239,14 @@ class Hub:
         if takes:
             header = Contribution(peer.start, peer.ranks, peer.layout, sizes, int(consumed), int(weights))
             size = sum(sizes)
-            self._log.write(
-                step, peer.island, peer.rank, header, lambda file: peer.wire.receive_file(file, size)
-            )
+            try:
+                self._log.write(
+                    step, peer.island, peer.rank, header, lambda file: peer.wire.receive_file(file, size)
+                )
+            except OSError as error:  # such as of a full disk
+                with suppress(OSError):
+                    peer.wire.send({"failed": str(error)})
+                raise
             with self._lock:
                 self._log.add(step, peer.island, peer.rank, header)
                 self._changed.notify()

@@ -129,8 +129,13 @@ class Link:
         def work(wire: Wire) -> Outcome:
             offer = {"step": step, "sizes": sizes, "consumed": consumed, "weights": ready()}
             if _asked(wire, {"do": "contribute", **offer})["send"]:
-                for view in views:
-                    wire.send_payload(view)
+                try:
+                    for view in views:
+                        wire.send_payload(view)
+                except OSError:
+                    with suppress(EOFError):
+                        _answer(wire)  # the hub may have said why it closed the connection
+                    raise
             answer = _asked(wire, {"do": "await", "step": step})
             while "waiting" in answer:
                 self._reached()
@@ -250,7 +255,7 @@ class Link:
         if not self._told:
             self._told = True
             silent = isinstance(error, BlockingIOError)  # of a read that waited LOST_AFTER
-            why = "it is silent" if silent else str(error) or type(error).__name__
+            why = "it is silent" if silent else str(error) or "it closed the connection"
             self._say(
                 f"--islands-at {self._address}: no connection to the hub ({why}); trying until it is there"
             )
@@ -304,6 +309,8 @@ def _answer(wire: Wire) -> Message:
     answer = wire.receive()
     if "refused" in answer:
         raise HubRefused(answer["refused"])
+    if "failed" in answer:
+        raise OSError(f"it says {answer['failed']}")
     return answer
 
 

@@ -60,14 +60,15 @@ class OuterLog:
             raise option_error("--directory", directory, "another hub uses it; give another one") from None
         self._read_settings()
         steps = {int(found[1]): path for path in directory.iterdir() if (found := _STEP.fullmatch(path.name))}
-        closed = {step for step in steps if (steps[step] / "closed.json").exists()}
+        closed = sorted(step for step in steps if (steps[step] / "closed.json").exists())[-keep:]
         self.newest = self.first = max(closed, default=None)
         while self.first is not None and self.first - 1 in closed:
             self.first -= 1
         self.open_step = max(steps, default=None) if self.newest is None else self.newest + 1
         for step, path in steps.items():
-            if self.first is not None and step < self.first:
-                shutil.rmtree(path)  # a hub was killed as it removed the step
+            if self.first is not None and step < self.first:  # or a hub was killed as it removed the step
+                (path / "closed.json").unlink(missing_ok=True)
+                shutil.rmtree(path)
         self.held: dict[str, dict[int, Contribution]] = {name: {} for name in names}
         if self.open_step is not None:
             self._read_open(self._path(self.open_step))

@@ -313,12 +313,15 @@ class Trainer:
                 micro_batch_size=batches.micro_batch_size,
                 before_round=before_round,
             )
+            texts = None
+            if split == "valid" and self._write_texts is not None:
+                self._activity.now(f"writes text at iteration {iteration}", patient=True)
+                texts = self._write_texts()
         self._evaluated[split] = iteration
         self.progress = replace(self.progress, evaluation_due=False)
         self._reporter.evaluation(self.progress, split, loss, last=last)
-        if split == "valid" and self._write_texts is not None:
-            self._activity.now(f"writes text at iteration {iteration}", patient=True)
-            self._reporter.texts(self.progress, self._write_texts())
+        if texts is not None:
+            self._reporter.texts(self.progress, texts)
 
 
 def seed_dropout(seed: int, first_sample: int, tensor_rank: int, device: torch.device) -> None:

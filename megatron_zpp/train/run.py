@@ -63,8 +63,10 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
 
         loaded = restore(config, engine, inputs.tokenizer, ranks.store, inputs.schedule)
     progress = named(loaded.progress, config.checkpoint, exchange_for("run"))
-    if outer is not None and not (progress.iteration and config.checkpoint.load_optim):
-        outer.begin()
+    if outer is None or not (progress.iteration and config.checkpoint.load_optim):
+        progress = replace(progress, exchange_begun=None)  # the weights that it sent are not loaded
+        if outer is not None:
+            outer.begin()
     if config.data.dataset_order == "megatron":
         splits, progress = _in_its_order(inputs, progress, lines)
     schedule = inputs.schedule.resumed(progress)

@@ -8,18 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_zpp.islands.link import Link, Outcome
 from megatron_zpp.islands.messages import HubRefused, Traffic, Wire
-from tests.support import ROOT, environment, free_port, refusal, run, wait_until
+from tests.islands.conftest import SECRET, Hub
+from tests.support import ROOT, environment, refusal, run, wait_until
 
-SECRET = "a secret of sixteen characters or more"
 SETTINGS = {"--outer-interval": 30, "--outer-lr": 0.7}
 # An island whose rank 0 alone contributes to a step.
 HALF = """
@@ -48,55 +47,6 @@ def first_of_each(layouts: Sequence[str]) -> list[list[int]]:
 
 def both_of_each(layouts: Sequence[str]) -> list[list[int]]:
     return [[1, 0] for _ in layouts]
-
-
-class Hub:
-    """The program in a process of its own, which can be started again; `said` is what it has printed."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory, self.address = directory, f"127.0.0.1:{free_port()}"
-        (directory / "secret").write_text(SECRET)
-        self.process: subprocess.Popen[str] | None = None
-
-    def argv(self, *flags: str) -> list[str]:
-        paths = ["--directory", str(self.directory / "log"), "--secret-file", str(self.directory / "secret")]
-        return [
-            "-m",
-            "megatron_zpp",
-            "islands",
-            "--listen",
-            self.address,
-            *paths,
-            "--names",
-            "west",
-            "east",
-            *flags,
-        ]
-
-    def start(self, *flags: str) -> None:
-        with (self.directory / "out").open("a") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, *self.argv(*flags)], cwd=ROOT, env=environment(), stdout=out, stderr=out
-            )
-        before = self.said.count("listening")
-        wait_until(lambda: self.said.count("listening") > before)
-
-    def end(self, number: int) -> int:
-        self.process.send_signal(number)
-        return self.process.wait()
-
-    @property
-    def said(self) -> str:
-        return (self.directory / "out").read_text()
-
-
-@pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    hub = Hub(tmp_path)
-    (tmp_path / "out").touch()
-    yield hub
-    hub.end(signal.SIGKILL)
-    assert "Traceback" not in hub.said
 
 
 class Island:

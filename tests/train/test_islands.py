@@ -120,14 +120,15 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_islands_of_other_meshes_end_with_the_same_weights(
     flags: list[str], tmp_path: Path, west: str, optimizer: str
 ) -> None:
-    settings = "--outer-interval 3 --train-iters 9 --eval-interval 3 --eval-iters 1 --outer-format rotated4"
-    settings += f" --optimizer {optimizer}"
-    with islands(tmp_path, flags, settings) as both:
+    settings = "--outer-interval 3 --train-iters 9 --eval-interval 2 --eval-iters 1 --outer-format rotated4"
+    settings += f" --optimizer {optimizer} --sample-prompt 32"
+    with islands(tmp_path, flags, settings, "--quorum", "2") as both:
         both.start("west", *west.split())
         both.start("east")
         both.end()
         assert equal(both.weights("west"), both.weights("east"))
         assert west or both.validation("west") == both.validation("east")  # sums of tensor ranks round
+        assert west or logged(both.metrics("west"), "sample") == logged(both.metrics("east"), "sample")
         first, other = (logged(both.metrics(name)) for name in NAMES)
         assert first[0] != other[0]  # they read other samples
         assert logged(both.metrics("west"), "islands") == [2] * 7
@@ -152,6 +153,24 @@ def test_islands_that_end_during_an_exchange_resume_with_the_same_bits(
                     ].err(0)
             found += [both.weights(name) for name in NAMES]
     assert all(equal(found[0], weights) for weights in found)
+
+
+def test_an_exchange_under_way_is_forgotten_without_its_states(flags: list[str], tmp_path: Path) -> None:
+    """Both begin from west's weights, at a new hub, and contribute to no outer step before the next one."""
+    settings = "--outer-interval 3 --train-iters 6 --eval-iters 0 --outer-overlap 2"
+    with islands(tmp_path, flags, settings, "--quorum", "2") as both:
+        for name in NAMES:
+            both.start(name, "--exit-interval", "4")
+        both.end()
+        both.hub.send(0, signal.SIGKILL)
+        both.hub.statuses()
+        (tmp_path / "steps").rename(tmp_path / "old")
+        both.start_hub("--quorum", "2")
+        for name in NAMES:
+            more = ("--load", str(both.saves("west")), "--save", str(tmp_path / f"new-{name}"))
+            both.start(name, "--no-load-optim", *more)
+        both.end()
+    assert [path.name for path in (tmp_path / "steps").glob("step_*")] == ["step_00000001"]
 
 
 def test_a_killed_island_comes_back_where_the_other_one_is(flags: list[str], tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""A hub whose disk is full or whose --keep is another one, and islands that connect at the same moment."""
+
+import resource
+import signal
+import time
+
+from megatron_zpp.islands.messages import Traffic, Wire
+from tests.islands.conftest import SECRET, Hub
+from tests.islands.test_hub import SETTINGS, Island, connected, results
+
+
+def test_a_full_disk_is_named_by_both_sides_and_costs_no_island_a_step(hub: Hub) -> None:
+    hub.start()
+    said: list[str] = []
+    both = [Island(hub, name, 1, said=said) for name in ("west", "east")]
+    limits = resource.prlimit(hub.process.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(hub.process.pid, resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+    waiting = [future for island in both for future in island.send(50)]  # of 5 MB each
+    time.sleep(3)  # the pauses between attempts have grown to the longest
+    full = f"File too large: '{hub.directory / 'log' / 'step_00000050'}"
+    assert len([line for line in said if f"no connection to the hub (it says [Errno 27] {full}" in line]) == 2
+    assert full in hub.said
+    resource.prlimit(hub.process.pid, resource.RLIMIT_FSIZE, limits)
+    assert {outcome.members for outcome in results(waiting)} == {("west", "east")}
+    for island in both:
+        island.close()
+
+
+def test_a_smaller_keep_frees_the_disk_when_the_hub_starts(hub: Hub) -> None:
+    """Before any other step is closed, for which a full disk has no room."""
+    hub.start()
+    west, east = Island(hub, "west", 1), Island(hub, "east", 1)
+    for step in range(4):
+        results(west.send(step) + east.send(step))
+    hub.end(signal.SIGTERM)
+    hub.start("--keep", "2")
+    assert sorted(path.name[-1] for path in hub.directory.glob("log/step_*")) == ["2", "3"]
+    results(west.send(4) + east.send(4))
+    west.close()
+    east.close()
+
+
+def test_of_islands_that_connect_at_the_same_moment_one_decides_the_settings(hub: Hub) -> None:
+    hub.start()
+    hello = {"rank": 0, "ranks": 1, "start": "1", "layout": "0"}
+    wires = []
+    for name, rate in (("west", 0.7), ("east", 0.5)):
+        wires.append(wire := Wire(connected(hub), Traffic()))
+        wire.authenticate(SECRET.encode(), hub=False)
+        wire.send({**hello, "island": name, "settings": SETTINGS | {"--outer-lr": rate}})
+        assert wire.receive() == {"layout": True}
+    answers = []
+    for wire in wires:
+        wire.send_text(b"{}")
+        answers.append(wire.receive())
+    assert answers[0] == {"welcome": True}
+    assert "--outer-lr 0.5: of island east, but west began the log with 0.7" in answers[1]["refused"]
