@@ -12,13 +12,14 @@ fsdp2       fp32 shards, bf16 compute, fp32 reduction, a graph per layer, prefet
 fsdp2-torchao  the same with torchao's tensorwise 8-bit matmuls; all scales are made at once, codes gathered
 …-selective  the last two with torchtitan's selective checkpointing: the backward computes layers again, but
             for attention and every other matmul
+fsdp2-our-gpt  FSDP2 around megatron_zpp's GPT, with its kernels, which tells the sharding from the model
 dtensor     torch's tensor parallelism of all ranks, see plain_tensor_parallel.py; else as plain
 dtensor-async  the same in its asynchronous form
 context-parallel  fsdp2, with torch's context_parallel of all ranks around it; samples are theirs together
 
 The loss is a graph too, whatever the kind.
-Shares only shapes with megatron_zpp. Random tokens come from pinned memory; the loss is read every
---log-interval steps, when a line of JSON is written to --metrics-file.
+Shares only shapes with megatron_zpp, but for its GPT in fsdp2-our-gpt. Random tokens come from pinned memory;
+the loss is read every --log-interval steps, when a line of JSON is written to --metrics-file.
 """
 
 import argparse
@@ -54,11 +55,13 @@ from benchmarks.plain_models import (
 from benchmarks.plain_tensor_parallel import TensorParallelGPT, parallelize
 from megatron_zpp.config.model import ModelConfig
 from megatron_zpp.model.context.parts import own_part
+from megatron_zpp.model.gpt import GPT
+from megatron_zpp.train.setup.compiling import compile_parts
 
 TENSOR_PARALLEL = ("dtensor", "dtensor-async")
 CONTEXT_PARALLEL = "context-parallel"
 SELECTIVE = ("fsdp2-selective", "fsdp2-torchao-selective")
-FSDP2 = ("fsdp2", "fsdp2-torchao", *SELECTIVE, CONTEXT_PARALLEL)
+FSDP2 = ("fsdp2", "fsdp2-torchao", *SELECTIVE, "fsdp2-our-gpt", CONTEXT_PARALLEL)
 RECOMPUTED = ("plain", "fsdp2", "fsdp2-torchao", CONTEXT_PARALLEL)
 KINDS = ("plain", "torchao-tensorwise", "torchao-rowwise", "whole", "whole-bf16", *FSDP2, *TENSOR_PARALLEL)
 BF16_WEIGHTS = (*FSDP2, "whole-bf16")  # the others compute in bf16 by autocast
@@ -75,10 +78,11 @@ def build(
     kind: str,
     config: ModelConfig,
     vocabulary: int,
+    micro_batch: int,
     device: torch.device,
     recompute: bool = False,
 ) -> nn.Module:
-    """The model as a user of this kind would set it up.
+    """The model as a user of this kind would set it up, for micro-batches of one size.
 
     `recompute`: the backward computes layers again, in the kinds with a graph for each.
     """
@@ -89,6 +93,8 @@ def build(
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         parallelize(split, mesh, asynchronous=kind == "dtensor-async", compiles=device.type == "cuda")
         return split
+    if kind == "fsdp2-our-gpt":
+        return shard(our_gpt(config, vocabulary, micro_batch, device), "layers")
     with device:
         rotates = config.position_embedding_type == "rope"
         model = PlainLlama(config, vocabulary) if rotates else PlainGPT(config, vocabulary)
@@ -112,7 +118,7 @@ def build(
         block.compile(dynamic=False)
         if recompute:
             model.blocks[index] = checkpoint_wrapper(block)
-    return shard(model) if kind in FSDP2 else model
+    return shard(model, "blocks") if kind in FSDP2 else model
 
 
 def selective_contexts() -> Any:
@@ -127,10 +133,19 @@ def selective_contexts() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def shard(model: PlainGPT | PlainLlama) -> nn.Module:
+def our_gpt(config: ModelConfig, vocabulary: int, micro_batch: int, device: torch.device) -> GPT:
+    """The package's model without its engine, compiled as a run compiles it."""
+    with device:
+        model = GPT(config, vocabulary).initialize(1)
+    shape = (micro_batch, config.seq_length)
+    compile_parts(model, shape, print, on_gpu=device.type == "cuda")
+    return model
+
+
+def shard(model: nn.Module, layers: str) -> nn.Module:
     """FSDP2 around each layer and the rest; each layer gathers the next one while it computes."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    blocks: list[Any] = list(model.blocks)
+    blocks = list(getattr(model, layers))
     for block in blocks:
         fully_shard(block, mp_policy=policy)
     for unit in tables_apart(model):
@@ -145,7 +160,7 @@ def shard(model: PlainGPT | PlainLlama) -> nn.Module:
 def train(options: argparse.Namespace, device: torch.device, rank: int) -> None:
     """Take the steps and write the metrics."""
     kind, micro_batch = options.kind, options.micro_batch_size
-    model = build(kind, model_of(options), options.vocab_size, device, options.recompute)
+    model = build(kind, model_of(options), options.vocab_size, micro_batch, device, options.recompute)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.kind not in BF16_WEIGHTS)
     scales_of_all: Callable[[nn.Module], None] | None = None

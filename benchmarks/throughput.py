@@ -2,7 +2,7 @@
 
 python benchmarks/throughput.py --shapes 345m:16 1.3b:16 2.7b:8 --runs "stage 0" plain whole
 python benchmarks/throughput.py --shapes 2.7b:8 --runs "stage 0, fp8 codes" torchao-tensorwise plain
-python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2
+python benchmarks/throughput.py --gpus 2 --shapes 1.3b:8 --runs "stage 0" "stage 3" zeropp fsdp2 fsdp2-our-gpt
 python benchmarks/throughput.py --shapes 345m:16 --runs "stage 3" --against ../old --rounds 6
 python benchmarks/throughput.py --gpus 2 --shapes 6.7b:8 --seq-length 2048 --runs tensor dtensor
 python benchmarks/throughput.py --gpus 4 --shapes llama3.1-8b:1 --seq-length 8192 --vocab-size 128256 \\

@@ -98,8 +98,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     runs = {name: result["runs"][name] for name in NAMES if name in result["runs"]}
-    figure = Figure(figsize=(8, 6.5), layout="constrained")
-    above, below = figure.subplots(2, height_ratios=(3, 1.4), sharex=True)
+    figure = Figure(figsize=(8, 9), layout="constrained")
+    above, below, timed = figure.subplots(3, height_ratios=(3, 1.4, 1.8))
+    below.sharex(above)
     million = million_tokens_of_a_step(result)
     base = held_out(result, BASELINE) if BASELINE in runs else {}
     for number, (name, run) in enumerate(runs.items()):
@@ -110,12 +111,17 @@ def draw(result: dict[str, Any], path: Path) -> None:
             smooth.append(mean)
         seen = [million * EVERY * part for part in range(1, len(smooth) + 1)]
         above.plot(seen, smooth, color=colour, lw=1, label=NAMES[name])
+        minutes = [run["median_step_ms"] * EVERY * part / 6e4 for part in range(1, len(smooth) + 1)]
+        if name not in ("wide", "resumed"):  # which were not timed beside the others
+            timed.plot(minutes, smooth, color=colour, lw=1)
         losses = held_out(result, name)
         above.plot(list(losses), list(losses.values()), "o", ms=3, color=colour)
         gaps = {at: 100 * (loss / base[at] - 1) for at, loss in losses.items() if at in base}
         below.plot(list(gaps), list(gaps.values()), "o-", ms=2, lw=1, color=colour)
     above.set_ylabel("loss: training (lines), held out (dots)")
-    above.set_ylim(top=max(run["losses"][len(run["losses"]) // 40] for run in runs.values()))
+    top = max(run["losses"][len(run["losses"]) // 40] for run in runs.values())
+    above.set_ylim(top=top)
+    timed.set(xlabel="minutes, at the median step", ylabel="training loss", ylim=(None, top))
     above.legend(frameon=False)
     below.set_ylabel(f"held out: % above\n{NAMES[BASELINE]}")
     below.set_xlabel("million tokens seen")

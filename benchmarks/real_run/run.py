@@ -16,7 +16,8 @@ muon         stage_0 with Muon; with fewer --million-tokens its schedule ends th
 
 DIR of --tokens is that of make_tokens.py, or gets what is in the archives (benchmarks/README.md makes them).
 A machine to which not all archives can be copied at once gets them in several calls: until there are --parts
-training parts, a call only unpacks. Checkpoints, batches and compiled kernels are in --work. --output gets
+training parts, a call only unpacks. Checkpoints, batches, compiled kernels and the curves of pretrain_gpt.py
+for TensorBoard and W&B (offline) are in --work. --output gets
 the lines of metrics of each variant, and run.json. The exit status is 75 where --seconds ended the call; the
 same command resumes.
 """
@@ -166,6 +167,8 @@ class Variant:
             return command + ["--fp32", "--no-compile"] * options.fp32
         command = ["--save", str(self.save), "--load", str(self.save), "--metrics-file", str(self.metrics)]
         command += ["--log-interval", "1", *VARIANTS[self.name].split()]
+        command += ["--tensorboard-dir", str(self.folder / "tensorboard"), "--wandb-project", "real_run"]
+        command += ["--wandb-exp-name", self.name, "--wandb-save-dir", str(self.folder)]
         if seconds < float("inf"):
             command += ["--exit-duration-in-mins", f"{seconds / 60:.3f}"]
         nodes = 2 if self.name == "zeropp" else 1
@@ -215,6 +218,7 @@ def environment(options: argparse.Namespace) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(options.cache / "torch_compile"),
         "PYTHON": sys.executable,
         "PYTHONUNBUFFERED": "1",
+        "WANDB_MODE": "offline",
     }
     return os.environ | caches
 
