@@ -244,8 +244,7 @@ class Hub:
                     step, peer.island, peer.rank, header, lambda file: peer.wire.receive_file(file, size)
                 )
             except OSError as error:  # such as of a full disk
-                with suppress(OSError):
-                    peer.wire.send({"failed": str(error)})
+                peer.wire.send_last({"failed": str(error)})
                 raise
             with self._lock:
                 self._log.add(step, peer.island, peer.rank, header)

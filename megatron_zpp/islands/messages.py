@@ -19,6 +19,7 @@ LOST_AFTER = 20  # seconds without an answer from the other host
 TOO_SLOW = "a longer --wait of the hub, or a smaller batch of this island, would include it"
 _PIECE = 1 << 20  # bytes that are read at once to be written to a file
 _HANDSHAKE = 10.0  # seconds for both challenges
+_LAST_WORDS = 2.0  # seconds for the other host to read why the connection ends
 _PREFIX = 4  # bytes before a text, with its length
 
 Message = dict[str, Any]
@@ -124,6 +125,20 @@ class Wire:
     def readable(self, seconds: float = 0.0) -> bool:
         """Whether something has come, or the connection has ended; waits for it."""
         return self._texts.poll(seconds)
+
+    def send_last(self, message: Message) -> None:
+        """Send a message, and discard what comes until the other host ends the connection, or a while.
+
+        To close beside unread bytes resets the connection, and the reset may overtake the message.
+        """
+        limit = threading.Timer(_LAST_WORDS, self.shutdown)
+        limit.start()
+        with contextlib.suppress(OSError):  # the other host has gone
+            self.send(message)
+            self._socket.shutdown(socket.SHUT_WR)
+            while self._socket.recv(_PIECE):
+                pass
+        limit.cancel()
 
     def shutdown(self) -> None:
         """Let every read and write of this connection fail, in any thread."""

@@ -7,6 +7,7 @@ import time
 from megatron_zpp.islands.messages import Traffic, Wire
 from tests.islands.conftest import SECRET, Hub
 from tests.islands.test_hub import SETTINGS, Island, connected, results
+from tests.support import wait_until
 
 
 def test_a_full_disk_is_named_by_both_sides_and_costs_no_island_a_step(hub: Hub) -> None:
@@ -16,10 +17,11 @@ def test_a_full_disk_is_named_by_both_sides_and_costs_no_island_a_step(hub: Hub)
     limits = resource.prlimit(hub.process.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(hub.process.pid, resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     waiting = [future for island in both for future in island.send(50)]  # of 5 MB each
-    time.sleep(3)  # the pauses between attempts have grown to the longest
     full = f"File too large: '{hub.directory / 'log' / 'step_00000050'}"
-    assert len([line for line in said if f"no connection to the hub (it says [Errno 27] {full}" in line]) == 2
+    wait_until(lambda: len(said) == 2)
+    assert all(f"no connection to the hub (it says [Errno 27] {full}" in line for line in said)
     assert full in hub.said
+    time.sleep(3)  # the pauses between attempts have grown to the longest
     resource.prlimit(hub.process.pid, resource.RLIMIT_FSIZE, limits)
     assert {outcome.members for outcome in results(waiting)} == {("west", "east")}
     for island in both:
