@@ -268,9 +268,16 @@ def test_an_orderly_end_is_silent(played: Played) -> None:
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What this process, which does not end, says as it should."""
     said: list[str] = []
+
+    def end(prog: str, topology: Topology, problem: str) -> None:
+        said.append(f"error: {problem}")
+        raise SystemExit  # it ends the thread: nothing follows the end of a process
+
+    hook = threading.excepthook  # pytest's, which takes no thread's SystemExit
     monkeypatch.setattr(
-        module, "end_at_once", lambda prog, topology, problem: said.append(f"error: {problem}")
+        threading, "excepthook", lambda error: None if error.exc_type is SystemExit else hook(error)
     )
+    monkeypatch.setattr(module, "end_at_once", end)
     return said
 
 
