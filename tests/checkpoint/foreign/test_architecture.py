@@ -54,5 +54,7 @@ def test_the_rotary_base_is_read_by_megatron_deepspeeds_name() -> None:
         read_settings(Path("theirs"), args | {"rotary_base": 10_000}, 32)
 
 
-def test_the_scale_of_scores_is_read_without_mup() -> None:
-    assert read_settings(Path("theirs"), GPT | {"softmax_scale": 0.5}, 32)[0].softmax_scale == 0.5
+def test_the_scale_of_scores_is_read_without_mup_and_dropouts_are() -> None:
+    given = {"softmax_scale": 0.5, "attention_dropout": 0.0, "hidden_dropout": 0.2}
+    config = vars(read_settings(Path("theirs"), GPT | given, 32)[0])
+    assert {name: config[name] for name in given} == given
