@@ -78,6 +78,8 @@ def last_word(tokenizer: Tokenizer, path: str, text: str, width: int) -> Passage
     of one word comes after an end of document.
     """
     text = text.strip()
+    if not text:
+        raise _refused(path, "has a text without a word; omit it")
     before = text[: -len(text.split()[-1])].rstrip()
     ids, context = _encode(tokenizer, path, text), tokenizer.encode(before) if before else []
     shared = 0
@@ -98,7 +100,7 @@ def _documents(files: Sequence[str], json_key: str) -> Iterator[tuple[str, str]]
             for problem in block.problems:
                 raise _refused(f"{path} line {problem.line}", f"{problem.kind}: {problem.detail}")
             for text in block.texts:
-                found = True
+                found = found or not text.isspace()
                 yield path, text
         if not found:
             raise _refused(path, "is empty; give a file with text")

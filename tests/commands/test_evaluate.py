@@ -137,6 +137,8 @@ LAMBADA = "--task lambada"
 REFUSED = [
     ("", "gone", None, "--valid-data {path}: no such file, and no file matches; check the path"),
     ("", "a.jsonl", "", "--valid-data {path}: is empty; give a file with text"),
+    ("", "a.txt", " \n", "--valid-data {path}: is empty; give a file with text"),
+    (LAMBADA, "a.jsonl", '{"text": "a b"}\n{"text": " "}', "{path}: has a text without a word; omit it"),
     ("", "a.jsonl", '{"text": "x"}\n7\n', "{path} line 2: malformed line: not a JSON object but a number"),
     (LAMBADA, "a.txt", "a b", "--valid-data {path}: LAMBADA is JSON lines: its name must end in .jsonl"),
     (f"{LAMBADA} --stride 4", "a.jsonl", "{}", "--stride 4: has no meaning with --task lambada"),

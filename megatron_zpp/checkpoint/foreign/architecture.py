@@ -31,6 +31,7 @@ _COPIED = (
     *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights", "embed_layernorm"),
     *("softmax_type", "softmax_scale"),
 )
+_DROPOUTS = ("attention_dropout", "hidden_dropout")
 _OF_ROPE = ("rotary_percent", "rotary_seq_len_interpolation_factor")
 _OF_YARN = (  # which rotates all channels whatever --rotary-percent says
     *("rotary_scaling_factor", "yarn_beta_fast", "yarn_beta_slow", "mscale", "mscale_all_dim"),
@@ -53,6 +54,7 @@ def read_settings(path: Path, args: Mapping[str, Any], divisible_by: int) -> tup
             raise ValueError(f"{path}: its model has {name} {value!s:.40}, which this program does not have")
     fields = {name: args[name] for name in (*_NEEDED, *_COPIED) if args.get(name) is not None}
     longest = args.get("max_position_embeddings") or args.get("seq_length")
+    fields |= {name: _number(path, name, args[name]) for name in _DROPOUTS if args.get(name) is not None}
     fields |= {"max_position_embeddings": longest, "seq_length": longest}
     fields["make_vocab_size_divisible_by"] = divisible_by
     fields |= _norm(path, args) | _positions(path, args) | _groups(args) | _window(args) | _mup(args)
@@ -93,7 +95,8 @@ def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
         if bases := _rotary_bases(path, args):
             found |= {"rotary_base": bases.pop()}
         names = _OF_ROPE if kind == "rope" else _OF_YARN
-        found |= {name: _number(path, name, args[name]) for name in names if args.get(name) is not None}
+        said = {name: args.get(f"yarn_{name}", args.get(name)) for name in names}  # core 0.16 has prefixes
+        found |= {name: _number(path, name, value) for name, value in said.items() if value is not None}
         found["rotary_interleaved"] = bool(args.get("rotary_interleaved"))
     if kind == "yarn":
         names = ("yarn_original_max_position_embeddings", "yarn_correction_range_round_to_int")

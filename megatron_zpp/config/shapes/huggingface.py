@@ -117,8 +117,9 @@ def _text_values(values: dict[str, Any]) -> dict[str, Any]:
     found = {"model_type": _TEXT_OF[values["model_type"]]} | text
     if found["model_type"] in tuple(_TEXT_OF):
         raise unfit("model_type of text_config", found["model_type"], "a text's")
-    if found["model_type"] == "mistral" and found.get("layer_types") is not None:
-        raise unsupported("layer_types of text_config", found["layer_types"], "omitted")  # not obeyed there
+    key = {"mistral": "layer_types", "gemma3_text": "final_logit_softcapping"}.get(str(found["model_type"]))
+    if key and found.get(key) is not None:
+        raise unsupported(f"{key} of text_config", found[key], "omitted")  # not obeyed there
     tied = "tie_word_embeddings"
     return {tied: values[tied]} | found if tied in values else found
 

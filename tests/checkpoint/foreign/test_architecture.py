@@ -50,9 +50,13 @@ def test_the_rotary_base_is_read_by_megatron_deepspeeds_name() -> None:
     config = vars(read_settings(Path("theirs"), args, 32)[0])
     assert (config["rotary_base"], config["rotary_interleaved"]) == (500_000, True)
     assert {name: config[name] for name in yarn} == yarn
+    core = args | {"rotary_scaling_factor": 1.0, "yarn_rotary_scaling_factor": 4.0, "mscale": 1.0}
+    assert vars(read_settings(Path("theirs"), core | {"yarn_mscale": 0.7}, 32)[0]) == config
     with pytest.raises(ValueError, match=r"its args say rotary_base 10000 and rope_theta 500000, two names"):
         read_settings(Path("theirs"), args | {"rotary_base": 10_000}, 32)
 
 
-def test_the_scale_of_scores_is_read_without_mup() -> None:
-    assert read_settings(Path("theirs"), GPT | {"softmax_scale": 0.5}, 32)[0].softmax_scale == 0.5
+def test_the_scale_of_scores_is_read_without_mup_and_dropouts_are() -> None:
+    given = {"softmax_scale": 0.5, "attention_dropout": 0.0, "hidden_dropout": 0.2}
+    config = vars(read_settings(Path("theirs"), GPT | given, 32)[0])
+    assert {name: config[name] for name in given} == given

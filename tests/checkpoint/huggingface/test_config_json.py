@@ -84,6 +84,10 @@ QWEN2 = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 16
             {"model_type": "mistral3", "text_config": {"layer_types": BOTH_KINDS}},
             "layer_types of text_config",
         ),
+        (
+            {"model_type": "gemma3", "text_config": {"final_logit_softcapping": 30.0}},
+            "final_logit_softcapping of text_config 30.0 is not supported",
+        ),
         ({"model_type": "qwen3_vl", "vision_config": {}}, NOT + "images beside text (vision_config)"),
         ({"model_type": {}}, "model_type is {}; must be one of gpt2, bloom, llama"),
         ({"quantization_config": {}}, "quantization_config {} is not supported"),
