@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.words import counted
@@ -18,7 +17,7 @@ from megatron_zpp.plan.job import compiles_on_gpus, job_of
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.report import report
 from megatron_zpp.train.inputs import RunInputs
-from megatron_zpp.train.setup.device import attention_choice
+from megatron_zpp.train.setup.device import attention_choice, resolve_fused_backend
 
 _PIPELINE = "--pipeline-model-parallel-size"
 
