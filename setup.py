@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent
 
 
 class BuildWithSources(build_py):
-    """Copies csrc/ into the package, where megatron_zpp/native/sources.py finds it."""
+    """Copies csrc/ into the package, where megatron_zpp/ops/toolchain.py finds it."""
 
     def run(self) -> None:
         super().run()

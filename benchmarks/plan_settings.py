@@ -31,11 +31,10 @@ from megatron_zpp.config.root import parse_args
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.hardware import Machine
-from megatron_zpp.plan.job import Job
+from megatron_zpp.plan.job import Job, job_of
 from megatron_zpp.plan.search import Plan, plan_of, search
 from megatron_zpp.plan.space import FULL, OFF, Space, families, in_micro_batches_of, sizes_of
 from megatron_zpp.train.auto import hardware
-from megatron_zpp.train.plan_job import job_of
 
 COMMON = "--mock-data --tokenizer-type NullTokenizer --eval-iters 0 --lr 1e-4 --log-interval 1 "
 COMMON += "--attention-dropout 0 --hidden-dropout 0 --vocab-size 50303 --micro-batch-size 1"

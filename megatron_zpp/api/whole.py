@@ -19,14 +19,7 @@ from torch import Tensor, nn
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.placement import Placement, overlap, within
 from megatron_zpp.zero.engine import ZeroEngine
-from megatron_zpp.zero.model_states import (
-    MOMENTUM,
-    REFERENCE,
-    WEIGHTS,
-    may_lack,
-    owners_of,
-    sources_of,
-)
+from megatron_zpp.zero.model_states import MOMENTUM, REFERENCE, WEIGHTS, may_lack, owners_of, sources_of
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside
 
 ROW_MOMENTS = "row_moments"

@@ -11,12 +11,7 @@ from torch import Tensor
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import STATE_LIMIT, CheckpointReader
 from megatron_zpp.checkpoint.same_model import check_tokenizer, check_units
-from megatron_zpp.checkpoint.states import (
-    describe_buffers,
-    describe_units,
-    formats_of_units,
-    saved_mesh,
-)
+from megatron_zpp.checkpoint.states import describe_buffers, describe_units, formats_of_units, saved_mesh
 from megatron_zpp.checkpoint.write import STATE
 from megatron_zpp.model.gpt import GPT
 from megatron_zpp.storage.checksums import OnProgress, no_report

@@ -17,7 +17,7 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.config.sources.settings_file import not_implied
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.exchanges import ledgers_of
-from megatron_zpp.plan.job import Job
+from megatron_zpp.plan.job import Job, job_of
 from megatron_zpp.plan.memory import PARTS, memory_of
 from megatron_zpp.plan.traffic import total, traffic_of
 from megatron_zpp.reporting.console import warn
@@ -25,7 +25,6 @@ from megatron_zpp.reporting.report.curves import Axis, by_iteration, read_metric
 from megatron_zpp.reporting.report.page import Comparison, Records, Report, Setting, page
 from megatron_zpp.storage.files import check_replaceable, write_text
 from megatron_zpp.storage.location import Location
-from megatron_zpp.train.plan_job import job_of
 from megatron_zpp.train.schedule.run_schedule import RunSchedule
 
 

@@ -222,10 +222,7 @@ class ModelConfig(PositionConfig):
         Raises ValueError that names --padded-vocab-size if it is too small.
         """
         if self.padded_vocab_size is not None and self.padded_vocab_size < entries:
-            raise self.error(
-                "padded_vocab_size",
-                f"must be at least {entries}, the tokenizer's entries",
-            )
+            raise self.error("padded_vocab_size", f"must be at least {entries}, the tokenizer's entries")
         return self.padded_vocab_size or entries
 
     def embedding_rows(self, entries: int) -> int:

@@ -156,12 +156,7 @@ class GPT(nn.Module):
         self.embedding = Embedding(config, padded)
         self.rotary, self.rotary_local = rotary_embeddings(config)
         layers = nn.ModuleList(
-            Layer(
-                config,
-                self.attention,
-                recompute_scores=selective,
-                cut=cut_layers,
-            )
+            Layer(config, self.attention, recompute_scores=selective, cut=cut_layers)
             for _ in range(config.num_layers)
         )
         self.layers = cast(Sequence[Layer], layers)

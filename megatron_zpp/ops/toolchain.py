@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from megatron_zpp.native.cache import BuildError
-from megatron_zpp.native.sources import csrc
 
-SOURCES = csrc()
+_PACKAGE = Path(__file__).resolve().parents[1]
+_INSTALLED = _PACKAGE / "csrc"
+SOURCES = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.with_name("csrc")  # the latter in the repository
 
 # Results must not depend on the compiler: no contraction of a * b + c, no fast-math.
 HOST_FLAGS = ("-O3", "-std=c++20", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wall")

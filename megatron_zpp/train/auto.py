@@ -18,9 +18,9 @@ from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.plan.changes import changes
 from megatron_zpp.plan.hardware import GPUS, Machine, cpu_ranks, machine, rates_of, real_gpu
+from megatron_zpp.plan.job import job_of
 from megatron_zpp.plan.search import fastest, search
 from megatron_zpp.plan.space import Space
-from megatron_zpp.train.plan_job import job_of
 
 
 def resolved(config: Config, vocab_size: int, mesh: Mesh) -> tuple[Config, str]:

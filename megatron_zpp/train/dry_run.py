@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.config.words import counted
@@ -14,11 +13,11 @@ from megatron_zpp.exchange.route import check_routes
 from megatron_zpp.mesh import Mesh
 from megatron_zpp.model.attention_choice import Choice
 from megatron_zpp.plan.hardware import GPUS, machine
+from megatron_zpp.plan.job import compiles_on_gpus, job_of
 from megatron_zpp.plan.memory import memory_of
 from megatron_zpp.plan.report import report
 from megatron_zpp.train.inputs import RunInputs
-from megatron_zpp.train.plan_job import compiles_on_gpus, job_of
-from megatron_zpp.train.setup.device import attention_choice
+from megatron_zpp.train.setup.device import attention_choice, resolve_fused_backend
 
 _PIPELINE = "--pipeline-model-parallel-size"
 
@@ -63,8 +62,7 @@ def dry_run(inputs: RunInputs, mesh: Mesh, *, speaks: bool) -> None:
     with usage_errors():
         check_routes(config.zero, mesh)
     config.recompute.check_device("cuda")
-    compiles = compiles_on_gpus(config.compilation, config.optimizer)
-    resolve_fused_backend(config, "cuda", compiles=compiles)
+    resolve_fused_backend(config, "cuda", compiles=compiles_on_gpus(config))
     dtype = config.precision.compute_dtype("cuda")
     assert config.plan.plan_gpu is not None  # PlanConfig fills its default in with --dry-run
     gpu = GPUS[config.plan.plan_gpu]

@@ -232,12 +232,7 @@ class Trainer:
                 whole = counted_share(batch)
                 weight = share / whole if whole else 1.0
             with sections(FORWARD_BACKWARD):
-                loss = self._engine.accumulate(
-                    batch,
-                    index=index,
-                    micro_batches=micro_batches,
-                    weight=weight,
-                )
+                loss = self._engine.accumulate(batch, index=index, micro_batches=micro_batches, weight=weight)
                 if (z_loss := self._head.z_loss) is not None:
                     loss = torch.stack((loss, z_loss))
                 losses += loss if share == 1 else loss * share

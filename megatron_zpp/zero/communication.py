@@ -44,11 +44,7 @@ class Communication:
         self._streams: dict[tuple[str, tuple[Axis, ...]], list[CommStream]] = {}
         self._legs: dict[tuple[str, Route], Leg] = {}
         self.legs = [
-            Legs(
-                self._leg(_SUMS, each.sums),
-                self._leg(_WEIGHTS, each.bring),
-                self._leg(_WEIGHTS, each.fill),
-            )
+            Legs(self._leg(_SUMS, each.sums), self._leg(_WEIGHTS, each.bring), self._leg(_WEIGHTS, each.fill))
             for each in plan.units
         ]
         self.reductions: dict[Route, Reduction] = {}

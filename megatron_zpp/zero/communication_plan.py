@@ -40,10 +40,6 @@ class CommunicationPlan:
     reduction_slots: tuple[int, ...]  # units with equal ones have one reduction under way at a time
     reads: Reads
 
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        return tuple(each.layout for each in self.units)
-
     @cached_property
     def trained(self) -> tuple[UnitPlan, ...]:
         """The plans of units with gradients."""

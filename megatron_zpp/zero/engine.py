@@ -111,7 +111,7 @@ class ZeroEngine:
         modules = without_inner(of_model.units() if units is None else units)
         named = distinct(modules)
         _check_settings(config, mesh, share, operations, device, coded=codes is not None)
-        self.model, self.mesh, self.device, self.share = model, mesh, device, share
+        self.model, self.mesh, self.device = model, mesh, device
         self.topology, self.scaling, self.sections = Topology.of(mesh), scaling, sections
         self._config_of_optimizer, self._decouples = config.optimizer, bool(decoupled)
         self._ledger, sums, copy_engines = TrafficLedger(mesh), operations or TORCH_SUMS, False

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.config.fused_backend import resolve_fused_backend
 from megatron_zpp.config.model import preset_fields
 from megatron_zpp.config.options import UsageError
 from megatron_zpp.config.root import Config, parse_args
@@ -17,6 +16,7 @@ from megatron_zpp.config.values.addresses import host_and_port, joined, read_sec
 from megatron_zpp.config.zero import ZeroConfig
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.train.inputs import check_inputs
+from megatron_zpp.train.setup.device import resolve_fused_backend
 from tests.config.command_line import MINIMAL
 
 # Megatron-LM's defaults that users have in their fingers (its arguments.py, core 0.12).

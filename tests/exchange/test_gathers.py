@@ -175,8 +175,8 @@ def steps(name: str, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
     units = [Held(opened, index, kernels) for index in range(UNITS)]
     for step in range(STEPS):
         shards = [
-            masters(mesh, index, layout, step)[layout.shard(mesh)].to(this_device())
-            for index, layout in enumerate(plan.layouts)
+            masters(mesh, index, each.layout, step)[each.layout.shard(mesh)].to(this_device())
+            for index, each in enumerate(plan.units)
         ]
         pending = [unit.fill(shard, step) for unit, shard in zip(units, shards, strict=True)]
         for unit, one in zip(units, pending, strict=True):
@@ -195,7 +195,7 @@ def raw(tensor: Tensor) -> bytes:
 def whole_units(given: str, sizes: Sizes, rank: int) -> list[tuple[Tensor, Tensor]]:
     """What all ranks keep together, and the slot, of each unit after each step: without shards or a plan."""
     mesh = mesh_of(sizes, rank)
-    layouts = plan_of(given, mesh).layouts
+    layouts = [each.layout for each in plan_of(given, mesh).units]
     references = [torch.zeros(layout.numel) for layout in layouts]
     found = []
     for step in range(STEPS):

@@ -75,17 +75,17 @@ def reduced(case: Case, mesh: Mesh, watch: Watch | None = None) -> list[bytes]:
     kernels = operations() if case.kernels else TORCH_SUMS
     opened = Opened(plan, kernels, watch)
     legs = opened.communication.legs
-    whole = [torch.zeros(layout.numel, device=device) for layout in plan.layouts]
+    whole = [torch.zeros(each.layout.numel, device=device) for each in plan.units]
     accumulated = [torch.full((each.accumulator_numel,), 7.0, device=device) for each in plan.units]
     totals = [torch.full((len(each.owned),), 7.0, device=device) for each in plan.units]
-    squares = [torch.full((layout.shard_numel // 256,), 7.0, device=device) for layout in plan.layouts]
+    squares = [torch.full((each.layout.shard_numel // 256,), 7.0, device=device) for each in plan.units]
     shards = [within(each.shard, each.owned) for each in plan.units]
     expected = SentBytes()
     for micro_batch in range(case.micro_batches):
         last, only = micro_batch == case.micro_batches - 1, case.micro_batches == 1
         under_way, sent = [], []
-        for unit, layout in enumerate(plan.layouts):
-            weights = plan.units[unit]
+        for unit, weights in enumerate(plan.units):
+            layout = weights.layout
             reduction = opened.communication.reductions[weights.gradients]
             if weights.sums and weights.sums[0].codes:  # tests/zero/test_inside_nodes.py has these
                 weights = replace(weights, sums=())

@@ -88,7 +88,8 @@ def measure(topology: Topology, cases: list[Case], tensor: int = 1) -> list[Meas
         job = planned(case, topology.nodes, topology.local_world_size, tensor)
         engine = engine_of(job, topology)
         sent, states = sent_in_a_step(engine, job), live_bytes(engine)
-        found.append((sent, states, topology.rank > 0 or engine.plan.layouts == tuple(job.layouts)))
+        layouts = [each.layout for each in engine.plan.units]
+        found.append((sent, states, topology.rank > 0 or layouts == job.layouts))
         engine.close()
     return found
 

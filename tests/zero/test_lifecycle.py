@@ -33,7 +33,7 @@ class Walk:
     def __init__(self, plan: CommunicationPlan) -> None:
         self.gathers: list[int] = []
         self.waited: list[int] = []  # the units whose gathers the compute has waited for
-        self.units = range(len(plan.layouts))
+        self.units = range(len(plan.units))
         self.readable = {*self.units}  # those whose weights modules may read
         self.prefetcher = Prefetcher(plan, self._gather, set_readable=self._set_readable)
 

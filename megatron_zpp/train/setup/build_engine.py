@@ -3,7 +3,6 @@
 import os
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -15,7 +14,6 @@ from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.tensor_group import TensorGroup
 from megatron_zpp.distributed.topology import Topology
 from megatron_zpp.model.build import build_model, exchanges_of, norm_classes
-from megatron_zpp.model.gpt import GPT
 from megatron_zpp.model.matmuls import PLAIN_MATMULS, Matmuls
 from megatron_zpp.model.shape import trained_matrices
 from megatron_zpp.train.setup.device import Device, check_attention
@@ -64,7 +62,17 @@ def build_engine(config: Config, vocab_size: int, device: Device, topology: Topo
     scaling = matmuls.scaling(model)
     codes = matmuls.weight_codes(scaling)
     if device.compiles:
-        _compile(config, model, device, matmuls, scaling)
+        from megatron_zpp.train.setup.compiling import compile_parts
+
+        compile_parts(
+            model,
+            (config.training.micro_batch_size, config.model.seq_length),
+            device.say,
+            masked=config.data.reset_attention_mask,
+            on_gpu=device.device.type == "cuda",
+            matmuls=matmuls,
+            ready=(lambda: True) if scaling is None else (lambda: scaling.known),
+        )
     share = TensorShare(exchanges=exchanges_of(model))
     if group is not None:
         from megatron_zpp.model.parallel.layers import splits_of
@@ -136,23 +144,3 @@ def _matmuls(precision: PrecisionConfig, device: torch.device) -> Matmuls:
     from megatron_zpp.model.fp8.matmuls import DelayedMatmuls, TensorwiseMatmuls
 
     return DelayedMatmuls(precision, device) if precision.fp8_delayed else TensorwiseMatmuls()
-
-
-def _compile(
-    config: Config,
-    model: GPT,
-    device: Device,
-    matmuls: Matmuls,
-    scaling: Any,  # a DelayedScaling, or None
-) -> None:
-    from megatron_zpp.train.setup.compiling import compile_parts
-
-    compile_parts(
-        model,
-        (config.training.micro_batch_size, config.model.seq_length),
-        device.say,
-        masked=config.data.reset_attention_mask,
-        on_gpu=device.device.type == "cuda",
-        matmuls=matmuls,
-        ready=(lambda: True) if scaling is None else (lambda: scaling.known),
-    )

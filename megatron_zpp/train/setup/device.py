@@ -1,5 +1,6 @@
 """The device of a rank and the kernels it uses. Settings that these cannot obey are refused here."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -9,8 +10,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_zpp.config.compilation import resolve_compilation
-from megatron_zpp.config.fused_backend import resolve_fused_backend
-from megatron_zpp.config.options import usage_errors
+from megatron_zpp.config.options import option_error, usage_errors
 from megatron_zpp.config.root import Config
 from megatron_zpp.distributed.process_group import select_device
 from megatron_zpp.distributed.topology import Topology
@@ -19,6 +19,9 @@ from megatron_zpp.model.attention import AttentionKernel
 from megatron_zpp.model.attention_choice import Choice, check_runs, choose_attention
 from megatron_zpp.model.scores import Scores
 from megatron_zpp.ops.operations import Operations
+
+# NVIDIA's apex has these if built with --cpp_ext --cuda_ext; the package "apex" on PyPI is something else.
+_APEX_MODULES = ("apex", "amp_C", "fused_layer_norm_cuda")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,27 @@ def prepare_device(config: Config, topology: Topology) -> Device:
         needed=config.zero.quantizes or config.optimizer.compact,
     )
     return Device(device, backend, operations, attention, compiles, say)
+
+
+def resolve_fused_backend(config: Config, device: str, *, compiles: bool) -> Literal["apex", "torch"]:
+    """What --fused-backend, the library of norms and AdamW, means on `device` ("cpu" or "cuda").
+
+    `compiles`: layers are compiled, so norms are torch's. Raises ValueError if apex is requested and cannot
+    be used, and for --zero-offload-optimizer without a GPU.
+    """
+    if config.zero.zero_offload_optimizer and device != "cuda":
+        raise config.zero.error("zero_offload_optimizer", "the states are in CPU memory already; omit it")
+    missing = [name for name in _APEX_MODULES if importlib.util.find_spec(name) is None]
+    if config.optimizer.fused_backend == "auto":
+        return "torch" if device != "cuda" or missing or compiles or config.beyond_apex else "apex"
+    if config.optimizer.fused_backend == "torch":
+        return "torch"
+    if device != "cuda":
+        raise option_error("--fused-backend", "apex", "its kernels need a GPU; on CPUs use torch")
+    if missing:
+        fix = "is not installed; docs/guide/gpus.md, 'NVIDIA apex', shows how to build it"
+        raise option_error("--fused-backend", "apex", f"module {missing[0]} {fix}")
+    return "apex"
 
 
 def attention_choice(config: Config, device: torch.device | None) -> Choice:

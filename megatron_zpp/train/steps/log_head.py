@@ -66,8 +66,8 @@ def _plan_lines(config: Config, vocab_size: int, engine: ZeroEngine) -> list[str
     """On rank 0, the planned memory of each GPU. That of a CPU is not planned; it is assumed to suffice."""
     if engine.topology.rank != 0 or engine.device.type != "cuda":
         return []
+    from megatron_zpp.plan.job import job_of
     from megatron_zpp.plan.memory import memory_of
-    from megatron_zpp.train.plan_job import job_of
 
     job = replace(job_of(config, vocab_size, engine.mesh), copy_engines=engine.plan.copy_engines)
     memory = memory_of(job)

@@ -9,14 +9,7 @@ from torch import Tensor
 
 from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.model.flops import flops_per_token
-from megatron_zpp.reporting.metrics import (
-    Interval,
-    Stopwatch,
-    losses_of,
-    memory_record,
-    peaks_of,
-    throughput,
-)
+from megatron_zpp.reporting.metrics import Interval, Stopwatch, losses_of, memory_record, peaks_of, throughput
 from megatron_zpp.reporting.timing import report_times
 from megatron_zpp.train.run import Run
 from megatron_zpp.zero.engine import StepResult
