@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_zpp.config.optimizer import LearningRateConfig
-from megatron_zpp.config.options import option_error
+from megatron_zpp.config.options import accepted, choices, option_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,18 @@ class LearningRate:
     style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
     wsd_decay: int = 0
     wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what would otherwise show after the warm-up, or as a jump of the rate."""
+        for name in ("style", "wsd_style"):
+            hint = self.__dataclass_fields__[name].type
+            if getattr(self, name) not in choices(hint):
+                raise option_error(name, getattr(self, name), f"must be {accepted(hint)}")
+        if self.style != "constant" and self.warmup >= self.decay:
+            raise option_error("warmup", self.warmup, f"must end before the decay does, at {self.decay}")
+        if self.style == "WSD" and self.wsd_decay > self.decay - self.warmup:
+            room = f"must fit between warm-up and end of decay, into {self.decay - self.warmup:g}"
+            raise option_error("wsd_decay", self.wsd_decay, room)
 
     def decoupled(self, config: LearningRateConfig) -> "LearningRate | None":
         """Return the rate of embedding and output layer; None without --decoupled-lr."""
