@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_zpp.api.defaults import has_forward
 from megatron_zpp.api.whole import ROW_MOMENTS
 from megatron_zpp.checkpoint.shard_file import DTYPES
+from megatron_zpp.config.engine import EngineConfig
 from megatron_zpp.config.optimizer import OptimizerConfig
 from megatron_zpp.config.options import option_error
 from megatron_zpp.config.words import did_you_mean
@@ -21,6 +22,17 @@ from megatron_zpp.placement import Split
 from megatron_zpp.zero.model_states import REFERENCE, WEIGHTS, is_residual
 from megatron_zpp.zero.read_guard import Unreadable
 from megatron_zpp.zero.reads import NamedUnits, distinct, inside, key_of, module_of
+
+
+def check_kinds(model: Any, mesh: Any, config: Any) -> None:
+    """Raise ValueError unless these are a model, a mesh and an EngineConfig."""
+    for name, value, kind, fix in (
+        ("model", model, nn.Module, "a torch.nn.Module"),
+        ("mesh", mesh, Mesh, "a Mesh; name other arguments, as in config=EngineConfig(…)"),
+        ("config", config, EngineConfig, "an EngineConfig, such as EngineConfig(zero=ZeroConfig(…))"),
+    ):
+        if not isinstance(value, kind):
+            raise option_error(name, type(value).__name__, f"must be {fix}")
 
 
 def check_ranks(mesh: Mesh) -> None:

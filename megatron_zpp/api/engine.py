@@ -130,6 +130,7 @@ class ZeroEngine(engine.ZeroEngine):
     ) -> None:
         mesh = mesh or Topology.from_environment(os.environ).mesh()
         config = config or EngineConfig()
+        checks.check_kinds(model, mesh, config)
         checks.check_ranks(mesh)
         passes.check_default_dtype()
         device = _current(device, mesh)

@@ -141,7 +141,7 @@ class DataConfig(Options):
         for name, usual in (("json_key", "text"), ("append_eod", False), ("skip_bad_lines", False)):
             if getattr(self, name) != usual and not texts:
                 text = "no data path names text, such as FILE.jsonl or 'DIR/*.parquet' does"
-                raise self.error(name, f"applies to text, and {text}; omit it")
+                raise self.error(name, f"applies to text, and {text}; name text so, or omit it")
 
     def _check_objects(self) -> None:
         """Require --object-storage-cache-path for data in an object store, and refuse text there."""

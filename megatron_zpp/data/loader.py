@@ -136,11 +136,14 @@ class _Ranges(Dataset):
     def __getitem__(self, read: tuple[int, int]) -> np.ndarray | ModelInputs | str:
         first, count = read
         try:
-            return self.samples.batch(np.arange(first, first + count))
+            batch = self.samples.batch(np.arange(first, first + count))
         except ValueError as error:
             return str(error)
         except OSError as error:
             return f"{one_line(error)}; check the data and its file system, and start the run again"
+        rows = len(batch if isinstance(batch, np.ndarray) else batch[0])
+        said = f"batch of samples {first} to {first + count - 1}: has {rows} rows; must have one per index"
+        return batch if rows == count else said  # a slice past the end has none, of which a mean is NaN
 
 
 def _kill_workers(batches: Any) -> None:

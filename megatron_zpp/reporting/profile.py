@@ -38,6 +38,14 @@ class StepProfiler:
         """Whether a trace has begun and has not been written; equal on all ranks."""
         return self._first is not None
 
+    def misses(self, steps: range) -> str | None:
+        """A line if none of the `steps` of a run is to be recorded."""
+        start, end = self._config.profile_step_start, self._config.profile_step_end
+        if not steps or (start <= steps[-1] and steps[0] < end):
+            return None
+        taken = f"this run takes {steps[0]} to {steps[-1]}"
+        return f" --profile records nothing: its steps are {start} to before {end}, and {taken}"
+
     def before_step(self, step: int) -> None:
         """Start the trace at --profile-step-start, or where the run resumes behind it; steps count from 1."""
         timing = self._config

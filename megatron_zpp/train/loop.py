@@ -83,6 +83,8 @@ class Trainer:
 
             directory, rank = profile_directory(config.logging), engine.topology.rank
             self._profiler = StepProfiler(config.timing, directory, rank, engine.device)
+            if missed := self._profiler.misses(range(run.start.iteration + 1, run.schedule.iterations + 1)):
+                self._reporter.say(missed)
         self._log = StepLog(run)
         self._skip_flag = SkipFlag(engine.device)
         self._evaluated: dict[str, int] = {}  # split -> iteration of its last evaluation

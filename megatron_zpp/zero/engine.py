@@ -337,7 +337,7 @@ class ZeroEngine:
             fix = "no parameter is decoupled; name some in ZeroEngine's decoupled"
             raise option_error("decoupled_rate", decoupled_rate, fix)
         for name, rate in (("learning_rate", learning_rate), ("decoupled_rate", decoupled_rate)):
-            if rate is not None and not 0 <= rate < math.inf:
+            if rate is not None and (isinstance(rate, str) or not 0 <= rate < math.inf):  # YAML reads 1e-3 so
                 raise option_error(name, rate, "must be a number of at least 0")
         return learning_rate, learning_rate if decoupled_rate is None else decoupled_rate
 

@@ -128,8 +128,8 @@ def test_freezing_a_parameter_under_an_engine_is_refused(stage: int, trained: bo
     assert said.startswith("layers.1.linear.weight: requires_grad cannot change once the engine is built; ")
 
 
-@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1e-3])
-def test_a_learning_rate_that_is_no_rate_is_refused(rate: float) -> None:
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), -1e-3, "1e-3"])
+def test_a_learning_rate_that_is_no_rate_is_refused(rate: Any) -> None:
     engine = engine_of(Stack())
     engine.accumulate(batch_of(0, 0))
     said = refusal(engine.step, rate)

@@ -164,6 +164,9 @@ def test_a_model_that_would_be_trained_otherwise_is_refused(make: Callable[[], n
             {"initialize": initialize},
             r"layers.0.linear.weight: is on cpu, and initialize would replace its values; build",
         ),
+        (lambda: [Stack()], {}, "model list: must be a torch.nn.Module"),
+        (Stack, {"mesh": EngineConfig()}, "mesh EngineConfig: must be a Mesh; name other arguments, as in c"),
+        (Stack, {"config": ZeroConfig()}, "config ZeroConfig: must be an EngineConfig, such as Engine"),
         (Stack, {"mesh": Mesh(local_ranks=2)}, "mesh of 2 ranks: there is no process group; call torch.dist"),
         (Stack, {"mesh": Mesh(tensor_ranks=2)}, "mesh of 2 ranks: ranks cannot share a model of one's own"),
         (

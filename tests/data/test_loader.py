@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,13 +83,22 @@ class Unreadable:
         raise OSError(errno.EIO, os.strerror(errno.EIO), "x.bin")
 
 
+class Short:
+    """A user's two samples, which a slice takes."""
+
+    def batch(self, indices):
+        return (np.zeros((2, 3))[indices[0] : indices[-1] + 1],)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_arrives_as_one_plain_line(by_hand, num_workers):
     for samples, message in (
         (windows(by_hand("x", [[5] * 99]), vocab_size=5), r"x\.bin: byte \d+: token \d+ is 5, outside"),
         (Unreadable(), r"^x\.bin: Input/output error; check the data .* again$"),
+        (Short(), r"^batch of samples 2 to 2: has 0 rows; must have one per index$"),
     ):
-        with MicroBatches(samples, BatchSchedule(1, 1, 1), rank=0, num_workers=num_workers) as batches:
+        schedule = BatchSchedule(1, 1, 1)
+        with MicroBatches(samples, schedule, rank=0, consumed=2, num_workers=num_workers) as batches:
             said = refusal(next, iter(batches))
             assert re.search(message, said)
             assert "worker" not in said

@@ -224,8 +224,8 @@ CHECKED = [  # what the command line alone does not show
     ),
     Case("--attention-backend flash3", ": its kernels need a Hopper GPU; … use auto"),
     Case("--eod-mask-loss", "--eod-mask-loss (given): text.bin has no end of document (token 256) … omit"),
-    bad("--lr-warmup-iters 5", "--lr-warmup-iters 5: must end before the decay does, at 8 samples"),
-    bad(f"{WSD} --lr-wsd-decay-iters 9", "--lr-wsd-decay-iters 9: must fit … into 8 samples"),
+    bad("--lr-warmup-iters 5", "--lr-warmup-iters 5: must end before the decay does, at 2 iterations of 4"),
+    bad(f"{WSD} --lr-wsd-decay-iters 9", "--lr-wsd-decay-iters 9: must fit … into 2 iterations of 4"),
     Case("--fp8", "--fp8 (given): needs --bf16, which is not the default on the cpu"),
     Case(
         "--fp8 --bf16 --fp8-recipe delayed --fp8-output-layer --make-vocab-size-divisible-by 1",

@@ -61,6 +61,8 @@ def test_a_batch_that_was_not_given_can_be_kept(
     assert read == list(range(9))
     hint = "was 4 and is 1 (--micro-batch-size × ranks; give --global-batch-size 4 to keep it): the remaining"
     assert hint in capsys.readouterr().out
+    resume("--micro-batch-size", "4", "--train-iters", "3")  # nothing is left to read
+    assert "global batch size was" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("now", "steps"), [(12, 4), (48, 1)])

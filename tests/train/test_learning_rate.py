@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -104,3 +105,18 @@ def test_a_fraction_of_the_decay_is_not_cut_to_whole_samples() -> None:
     warm = schedule(lr_warmup_fraction=0.0015)
     assert warm.warmup == 1.5
     assert warm(1) == pytest.approx(warm.peak / 1.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"style": "cos"}, "style cos: must be constant, linear, cosine, inverse-square-root or WSD"),
+        ({"style": "minus_sqrt"}, "style minus_sqrt: must be constant, "),
+        ({"style": "WSD", "wsd_style": "sqrt"}, "wsd_style sqrt: must be exponential, "),
+        ({"warmup": 100}, "warmup 100: must end before the decay does, at 100"),
+        ({"style": "WSD", "warmup": 50, "wsd_decay": 51}, "wsd_decay 51: must fit .*, into 50"),
+    ],
+)
+def test_a_schedule_of_ones_own_is_refused_before_its_first_step(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        LearningRate(peak=1e-3, decay=100, **given)

@@ -73,7 +73,7 @@ def test_a_run_that_ends_during_a_trace_writes_it(tmp_path: Path) -> None:
 
 
 def test_a_run_that_resumes_inside_the_steps_of_a_trace_records_the_rest(tmp_path: Path) -> None:
-    """Before and behind these steps nothing is recorded, and no rank says so."""
+    """Before and behind these steps nothing is recorded, which is said of a run that has none of them."""
     config = TimingConfig(profile=True, profile_step_start=2, profile_step_end=5, profile_ranks=(1,))
     for rank, first in ((0, 3), (1, 3), (1, 1), (1, 5)):
         profiler, found = StepProfiler(config, tmp_path, rank, torch.device("cpu")), []
@@ -83,6 +83,9 @@ def test_a_run_that_resumes_inside_the_steps_of_a_trace_records_the_rest(tmp_pat
                 found.append(profiler.end(step))
         assert found == ([] if first == 5 else [f" wrote traces of steps {max(first, 2)} to 4 to {tmp_path}"])
         assert not profiler.is_open
+        said = " --profile records nothing: its steps are 2 to before 5, and this run takes 5 to 7"
+        assert profiler.misses(range(first, 8)) == (said if first == 5 else None)
+    assert [bool(profiler.misses(range(1, end))) for end in (2, 3)] == [True, False]
     assert [path.name for path in tmp_path.iterdir()] == ["rank1.trace.json.gz"]
 
 

@@ -13,7 +13,7 @@ from megatron_zpp.checkpoint.huggingface.architecture import (
 )
 from megatron_zpp.checkpoint.huggingface.compare import compare_logits
 from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory, named_directory
-from megatron_zpp.checkpoint.huggingface.tokenizer_files import find_tokenizer
+from megatron_zpp.checkpoint.huggingface.tokenizer_files import find_tokenizer, other_ids
 from megatron_zpp.checkpoint.huggingface.weights import HuggingFaceWeights
 from megatron_zpp.checkpoint.imported import whole_model, write_imported
 from megatron_zpp.config.model import ModelConfig
@@ -36,12 +36,13 @@ def read_settings(load: str, tokenizer: TokenizerConfig | None) -> HuggingFaceMo
     named = named_directory("--load", load, weights=False)
     architecture = read_architecture(named)
     settings = tokenizer or find_tokenizer(named)
+    built = build_tokenizer(settings)
     return HuggingFaceModel(
         load=named.shown,
-        model=fit_vocabulary(named, architecture, describe(build_tokenizer(settings))),
+        model=fit_vocabulary(named, architecture, describe(built)),
         keys={name: key for key, name in FAMILIES[architecture.model_type].keys.items()},
         tokenizer=settings,
-        notes=architecture.notes,
+        notes=architecture.notes + (other_ids(named, built) if tokenizer else ()),
     )
 
 
@@ -88,4 +89,5 @@ def import_checkpoint(
         whole = partial(whole_model, model, tokenizer.vocab_size)
         compared = compare_logits(named, named.path, lambda: whole(weights.parameters()))
         written = write_imported(target, model, weights.parameter, settings, tokenizer)
-    return [*architecture.notes, written, compared]
+    notes = architecture.notes + (other_ids(named, tokenizer) if flags else ())
+    return [*notes, written, compared]

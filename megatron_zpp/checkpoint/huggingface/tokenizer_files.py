@@ -9,6 +9,7 @@ from megatron_zpp.checkpoint.huggingface.named_directory import NamedDirectory
 from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.storage.files import write_durably
 from megatron_zpp.tokenizer.base import Tokenizer
+from megatron_zpp.tokenizer.build import build_tokenizer
 from megatron_zpp.tokenizer.files import SPECIAL_TOKENS_MAP, TOKENIZER, TOKENIZER_CONFIG
 
 _VOCAB, _MERGES = "vocab.json", "merges.txt"
@@ -37,6 +38,23 @@ def find_tokenizer(named: NamedDirectory) -> TokenizerConfig:
     raise named.error(
         f"holds neither {TOKENIZER} nor {_VOCAB} with {_MERGES}; give the --tokenizer-type of its model"
     )
+
+
+def other_ids(named: NamedDirectory, given: Tokenizer) -> tuple[str, ...]:
+    """A line if the tokenizer beside the model, where there is one, has other ids than the `given` one."""
+    ordinary = TEXTS[:2]
+    try:
+        pairs = zip(
+            given.encode_batch(ordinary),
+            build_tokenizer(find_tokenizer(named)).encode_batch(ordinary),
+            strict=True,
+        )
+    except ValueError:  # there is none that can be read, or text of the given one is ids
+        return ()
+    if all(ours == theirs for ours, theirs in pairs):
+        return ()
+    fix = f"the tokenizer in {named.shown}, whose ids the weights were trained on; omit it to take that one"
+    return (f"--tokenizer-type {given.kind}: has other ids than {fix}",)
 
 
 def write_tokenizer(

@@ -128,7 +128,7 @@ def batch_changes(saved: Settings, ranks: int, config: Config, schedule: RunSche
     else:
         old, samples = before.iterations(schedule.train_samples, consumed=consumed), schedule.train_samples
         remain = f"the remaining {max(0, samples - consumed):,} samples are {left:,} iterations, not {old:,}"
-    return [f"{changed}: {remain}; no sample is skipped or repeated"]
+    return [f"{changed}: {remain}; no sample is skipped or repeated"] if left or old else []
 
 
 def ordered_samples(saved: Settings, ranks: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_zpp.config.optimizer import LearningRateConfig
-from megatron_zpp.config.options import option_error
+from megatron_zpp.config.options import accepted, choices, option_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,18 @@ class LearningRate:
     wsd_decay: int = 0
     wsd_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for what would otherwise show after the warm-up, or as a jump of the rate."""
+        for name in ("style", "wsd_style"):
+            hint = self.__dataclass_fields__[name].type
+            if getattr(self, name) not in choices(hint):
+                raise option_error(name, getattr(self, name), f"must be {accepted(hint)}")
+        if self.style != "constant" and self.warmup >= self.decay:
+            raise option_error("warmup", self.warmup, f"must end before the decay does, at {self.decay}")
+        if self.style == "WSD" and self.wsd_decay > self.decay - self.warmup:
+            room = f"must fit between warm-up and end of decay, into {self.decay - self.warmup:g}"
+            raise option_error("wsd_decay", self.wsd_decay, room)
+
     def decoupled(self, config: LearningRateConfig) -> "LearningRate | None":
         """Return the rate of embedding and output layer; None without --decoupled-lr."""
         if config.decoupled_lr is None:
@@ -45,6 +57,13 @@ class LearningRate:
         def in_samples(iterations: int | None, own: int | None) -> int | None:
             return own if iterations is None else iterations * samples_per_iteration
 
+        def length_error(prefix: str, problem: str, length: float) -> Exception:
+            flag, value = _given(config, prefix)
+            limit = f"{length:g} samples"
+            if flag.endswith("-iters"):  # in the unit of the value
+                limit = f"{length / samples_per_iteration:g} iterations of {samples_per_iteration} samples"
+            return option_error(flag, value, f"{problem} {limit}")
+
         decay = in_samples(config.lr_decay_iters, config.lr_decay_samples) or samples
         if config.lr_warmup_fraction is not None:
             warmup = config.lr_warmup_fraction * decay  # as in Megatron-LM not whole samples
@@ -52,15 +71,10 @@ class LearningRate:
             warmup = config.lr_warmup_samples or config.lr_warmup_iters * samples_per_iteration
         wsd_decay = in_samples(config.lr_wsd_decay_iters, config.lr_wsd_decay_samples) or 0
         if config.lr_decay_style != "constant" and warmup >= decay:
-            raise option_error(
-                *_given(config, "lr_warmup"), f"must end before the decay does, at {decay} samples"
-            )
+            raise length_error("lr_warmup", "must end before the decay does, at", decay)
         room = max(0, decay - warmup)
         if wsd_decay > room:
-            raise option_error(
-                *_given(config, "lr_wsd_decay"),
-                f"must fit between warm-up and end of decay, into {room} samples",
-            )
+            raise length_error("lr_wsd_decay", "must fit between warm-up and end of decay, into", room)
         return cls(
             peak=config.lr,
             floor=config.min_lr,

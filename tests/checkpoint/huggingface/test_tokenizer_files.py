@@ -7,6 +7,8 @@ from pathlib import Path
 
 import transformers
 
+from megatron_zpp.checkpoint.huggingface.importing import read_settings
+from megatron_zpp.config.tokenizer import TokenizerConfig
 from megatron_zpp.tokenizer.train_sentencepiece import train_sentencepiece
 from tests.checkpoint.huggingface.gpt2 import SOURCE, check_equal, save, tensors, theirs
 from tests.model.families import FAMILIES
@@ -96,3 +98,19 @@ def test_a_qwen2_keeps_its_tokenizer(tool: Callable[..., str], tmp_path: Path) -
         assert after(text)["input_ids"] == before(text)["input_ids"]
     assert after("e\u0301")["input_ids"] == after("\u00e9")["input_ids"]
     assert after.eos_token == "<|im_end|>"
+
+
+def test_a_tokenizer_with_other_ids_than_that_of_the_model_is_said(
+    tool: Callable[..., str], bpe: Path, good: Path, tmp_path: Path
+) -> None:
+    """The sizes of the two vocabularies do not tell them apart."""
+    vocab, merges = bpe / "vocab.json", tmp_path / "merges.txt"
+    merges.write_text("".join((bpe / "merges.txt").read_text().splitlines(keepends=True)[:3]))
+    said = "--tokenizer-type GPT2BPETokenizer: has other ids than the tokenizer in "
+    flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", vocab, "--merge-file"]
+    assert f"{said}{good}, whose" in tool("import", good, tmp_path / "ours", *flags, merges)
+    for file, expected in ((merges, 1), (bpe / "merges.txt", 0)):
+        given = TokenizerConfig(
+            tokenizer_type="GPT2BPETokenizer", vocab_file=str(vocab), merge_file=str(file)
+        )
+        assert sum(note.startswith(said) for note in read_settings(f"hf:{good}", given).notes) == expected
