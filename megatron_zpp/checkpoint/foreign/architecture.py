@@ -95,8 +95,8 @@ def _positions(path: Path, args: Mapping[str, Any]) -> dict[str, Any]:
         if bases := _rotary_bases(path, args):
             found |= {"rotary_base": bases.pop()}
         names = _OF_ROPE if kind == "rope" else _OF_YARN
-        said = {name: args.get(f"yarn_{name}", args.get(name)) for name in names}  # core 0.16 has prefixes
-        found |= {name: _number(path, name, value) for name, value in said.items() if value is not None}
+        keys = ((name, key) for name in names for key in (name, f"yarn_{name}"))  # core 0.16's win
+        found |= {name: _number(path, name, args[key]) for name, key in keys if args.get(key) is not None}
         found["rotary_interleaved"] = bool(args.get("rotary_interleaved"))
     if kind == "yarn":
         names = ("yarn_original_max_position_embeddings", "yarn_correction_range_round_to_int")

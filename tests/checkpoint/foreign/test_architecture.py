@@ -51,7 +51,8 @@ def test_the_rotary_base_is_read_by_megatron_deepspeeds_name() -> None:
     assert (config["rotary_base"], config["rotary_interleaved"]) == (500_000, True)
     assert {name: config[name] for name in yarn} == yarn
     core = args | {"rotary_scaling_factor": 1.0, "yarn_rotary_scaling_factor": 4.0, "mscale": 1.0}
-    assert vars(read_settings(Path("theirs"), core | {"yarn_mscale": 0.7}, 32)[0]) == config
+    for same in (core | {"yarn_mscale": 0.7}, args | {"yarn_mscale": None}):
+        assert vars(read_settings(Path("theirs"), same, 32)[0]) == config
     with pytest.raises(ValueError, match=r"its args say rotary_base 10000 and rope_theta 500000, two names"):
         read_settings(Path("theirs"), args | {"rotary_base": 10_000}, 32)
 
