@@ -4,11 +4,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_zpp.config.options import Options, count, option, optional
+from megatron_zpp.config.options import Options, count, option, optional, switch
 from megatron_zpp.config.run import CheckpointConfig, TrainingConfig
 from megatron_zpp.config.values.urls import local_path
 
 _NEEDS = "--islands-at"
+_OUTER_NEEDS = "--islands-at or --outer-alone"
 OuterFormat = Literal["fp32", "bf16", "rotated4", "rotated2"]
 
 
@@ -30,11 +31,12 @@ class IslandsConfig(Options):
     island_secret: str | None = optional(
         "File with the secret that all islands and the hub share.", metavar="FILE", needs=_NEEDS
     )
-    outer_interval: int = count(30, "Steps between outer steps.", needs=_NEEDS)
+    outer_alone: bool = switch("Take outer steps without other islands, of what this run's weights moved by.")
+    outer_interval: int = count(30, "Steps between outer steps.", needs=_OUTER_NEEDS)
     outer_lr: float = option(
-        0.7, "Learning rate of the outer SGD with Nesterov momentum.", needs=_NEEDS, above=0
+        0.7, "Learning rate of the outer SGD with Nesterov momentum.", needs=_OUTER_NEEDS, above=0
     )
-    outer_momentum: float = option(0.7, "Momentum of the outer SGD.", needs=_NEEDS, at_least=0, below=1)
+    outer_momentum: float = option(0.7, "Momentum of the outer SGD.", needs=_OUTER_NEEDS, at_least=0, below=1)
     outer_format: OuterFormat = option(
         "fp32", "Format in which an island sends what its weights moved by.", needs=_NEEDS
     )
@@ -49,6 +51,7 @@ class IslandsConfig(Options):
 
     def check(self) -> None:
         """Require what an island cannot do without, and names that are plain, different and known."""
+        self.check_alternatives("islands_at", "outer_alone")
         if self.islands_at is None:
             return
         from megatron_zpp.config.values.addresses import host_and_port
@@ -70,7 +73,11 @@ class IslandsConfig(Options):
             raise self.error("outer_overlap", f"must be below --outer-interval {self.outer_interval}")
 
     def check_run(self, training: TrainingConfig, checkpoint: CheckpointConfig) -> None:
-        """Raise ValueError for a run that cannot be an island, if it is to be one."""
+        """Raise ValueError for a run that cannot take outer steps, if it is to take some."""
+        if self.takes_outer_steps and not checkpoint.save_optim:
+            flag = "--outer-alone" if self.outer_alone else _NEEDS
+            fix = f"contradicts {flag}: the outer states would be lost"
+            raise checkpoint.error("save_optim", fix)
         if self.islands_at is None:
             return
         for name in ("train_samples", "train_tokens"):  # --rampup-batch-size needs the first
@@ -82,8 +89,11 @@ class IslandsConfig(Options):
                 f"must be a multiple of --outer-interval {self.outer_interval}: a run ends with an outer step"
             )
             raise training.error("train_iters", fix)
-        if not checkpoint.save_optim:
-            raise checkpoint.error("save_optim", f"contradicts {_NEEDS}: the outer states would be lost")
+
+    @property
+    def takes_outer_steps(self) -> bool:
+        """Whether the run has an outer optimizer."""
+        return self.outer_alone or self.islands_at is not None
 
     @property
     def number(self) -> int:

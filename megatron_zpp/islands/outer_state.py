@@ -190,6 +190,13 @@ class OuterState:
         self._engine.states.replace_weights(self._sent or self._weights)
         self._encoded, self._rounded = [], []
 
+    @torch.no_grad()
+    def step_alone(self) -> None:
+        """Take an outer step of what the weights have moved by, without other islands (SNOO, 2510.15830)."""
+        for outer, momentum, own in zip(self._weights, self._momentum, self._own_weights(), strict=True):
+            self._move(outer, momentum, outer - own)
+        self._engine.states.replace_weights(self._weights)
+
     def give_up(self) -> None:
         """Take the outer weights, and forget what this island has moved by since."""
         self._engine.states.replace_weights(self._weights)
@@ -235,13 +242,16 @@ class OuterState:
         for number, (unit, elements, frame) in enumerate(self._chunks):
             outer, momentum = self._weights[unit][elements], self._momentum[unit][elements]
             values = (source.values(number, frame, outer.device) for source in sources)
-            gradient = reduce(torch.add, values) / count
-            momentum.mul_(self._config.outer_momentum).add_(gradient)
-            gradient.add_(momentum * self._config.outer_momentum).mul_(self._config.outer_lr)
-            outer.sub_(gradient)
+            self._move(outer, momentum, reduce(torch.add, values) / count)
         for unit, gaps in self._gaps.items():
             clear(self._weights[unit], gaps)
             clear(self._momentum[unit], gaps)
+
+    def _move(self, outer: Tensor, momentum: Tensor, gradient: Tensor) -> None:
+        """A step of SGD with Nesterov's momentum, in place."""
+        momentum.mul_(self._config.outer_momentum).add_(gradient)
+        gradient.add_(momentum * self._config.outer_momentum).mul_(self._config.outer_lr)
+        outer.sub_(gradient)
 
 
 def outer_state(engine: ZeroEngine, config: Config) -> OuterState:

@@ -82,7 +82,7 @@ def memory_of(job: Job) -> Memory:
     if job.tensor > 1 and job.overlapped:  # what tensor ranks copy to each other
         buffers += region_bytes(job.tensor, job.rows, job.model.hidden_size, job.dtype)
     outer = 0
-    if job.islands.islands_at is not None:
+    if job.islands.takes_outer_steps:
         from megatron_zpp.plan.islands import state_bytes
 
         outer = state_bytes(job)

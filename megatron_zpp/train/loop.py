@@ -24,6 +24,7 @@ from megatron_zpp.zero.engine import Batch, StepResult
 if TYPE_CHECKING:
     from megatron_zpp.reporting.profile import StepProfiler
     from megatron_zpp.train.islands import Islands
+    from megatron_zpp.train.outer_alone import OuterAlone
     from megatron_zpp.train.saving.saver import Saver
 
 
@@ -47,9 +48,9 @@ def train(run: Run) -> Ending:
 class Trainer:
     """Takes the steps of a run, and evaluates, logs and saves between them. Read `run` first."""
 
-    # Of runs with --save, --islands-at, --sample-prompt and --profile, which alone import them
+    # Of runs with --save, outer steps, --sample-prompt and --profile, which alone import them
     _saver: "Saver | None" = None
-    _islands: "Islands | None" = None
+    _islands: "Islands | OuterAlone | None" = None
     _write_texts: Callable[[], list[str]] | None = None
     _profiler: "StepProfiler | None" = None
 
@@ -63,7 +64,11 @@ class Trainer:
 
             self._saver = Saver(run)
         self._stops = StopConditions(config.training, engine, ranks.signals, ranks.lease)
-        if run.outer is not None:
+        if config.islands.outer_alone:
+            from megatron_zpp.train.outer_alone import OuterAlone
+
+            self._islands = OuterAlone(run)
+        elif run.outer is not None:
             from megatron_zpp.train.islands import Islands
 
             self._islands = Islands(
@@ -184,7 +189,7 @@ class Trainer:
             pin_memory=self._engine.device.type == "cuda",
         )
 
-    def _outer_step(self, islands: "Islands", *, begins: bool = True) -> bool:
+    def _outer_step(self, islands: "Islands | OuterAlone", *, begins: bool = True) -> bool:
         """Begin and end what is due of an outer step; returns whether other samples come next."""
         consumed = self.progress.consumed_samples
         if begins:

@@ -32,7 +32,7 @@ class Run(RunInputs):
     # Model and its state: new, or loaded from a checkpoint
     engine: ZeroEngine
     start: Progress
-    outer: "OuterState | None"  # of an island
+    outer: "OuterState | None"  # with outer steps
     # Log
     reporter: Reporter
     lines: tuple[str, ...]  # on what happened before the first step
@@ -54,7 +54,7 @@ def build_run(inputs: RunInputs, engine: ZeroEngine, ranks: Ranks) -> Run:
         lines.append(_verified(splits, exchange_for("verify-data")))
     ranks.activity.now("loading", patient=True)
     loaded, outer = Start(), None
-    if config.islands.islands_at is not None:
+    if config.islands.takes_outer_steps:
         from megatron_zpp.islands.outer_state import outer_state
 
         outer = outer_state(engine, config)

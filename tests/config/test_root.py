@@ -150,7 +150,10 @@ ISLAND = (
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--outer-interval 10", "--outer-interval 10: needs --islands-at"),
+        ("--outer-interval 10", "--outer-interval 10: needs --islands-at or --outer-alone"),
+        ("--outer-alone --outer-overlap 2", "--outer-overlap 2: needs --islands-at"),
+        ("--outer-alone --save x --no-save-optim", "--no-save-optim (given): contradicts --outer-alone"),
+        ((*ISLAND, "--outer-alone"), "--outer-alone (given): contradicts --islands-at; give one"),
         ("--island west", "--island west: needs --islands-at"),
         ("--islands-at hub", "--islands-at hub: must be HOST:PORT"),
         ("--islands-at hub:70000", "--islands-at hub:70000: must be HOST:PORT"),

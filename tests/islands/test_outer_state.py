@@ -124,6 +124,19 @@ def test_outer_steps_are_nesterovs(overlap: int) -> None:
                 torch.testing.assert_close(weights[name].double(), expected, rtol=0, atol=2e-6)
 
 
+def test_a_step_alone_is_that_of_islands_that_read_the_same() -> None:
+    settings = {"outer_lr": 0.7, "outer_momentum": 0.8}
+    pair, alone = Pair(**settings), Pair(**settings)
+    for batch in batches(6).split(2):
+        for engine in (*pair.engines, *alone.engines):
+            take(engine, *batch)
+        pair.arrive(pair.leave())
+        for state in alone.states:
+            state.step_alone()
+    for weights in (*pair.weights(), alone.weights()[1]):
+        assert same_bits(alone.weights()[0], weights)
+
+
 @pytest.mark.parametrize("format", ["bf16", "rotated4", "rotated2"])
 def test_codes_are_summed_alike_and_what_they_lose_is_sent_later(format: str) -> None:
     """Islands that stand still send what is owed: the outer weights reach the mean of what they moved by."""

@@ -324,6 +324,7 @@ def test_a_plan_names_the_interval_that_hides_an_exchange_and_counts_outer_state
     assert "3 islands: each sends 667 MB and receives 1.33 GB (rotated4: 0.5078 bytes per parameter)" in said
     assert "outer states                                              1.53" in said  # 10 bytes, of 8 ranks
     assert "give --plan-island-mbit" in printed(*job)
+    assert re.search(r"outer states +1\.22 ", printed(*argv.split(), "--outer-alone"))  # 8 bytes
     (hidden, overlap, alone), waits = map(int, re.findall(r"-(?:interval|overlap) (\d+)", said)[:3]), []
     assert hidden == overlap + 1
     for interval, under_way in ((overlap + 1, overlap), (overlap, overlap - 1), (alone, 0), (alone - 1, 0)):
