@@ -95,6 +95,11 @@ class IslandsConfig(Options):
         """Whether the run has an outer optimizer."""
         return self.outer_alone or self.islands_at is not None
 
+    def describe(self) -> str:
+        """Return the outer optimizer, for the first lines of the log."""
+        rule = f"SGD with Nesterov momentum {self.outer_momentum:g} and learning rate {self.outer_lr:g}"
+        return f"after every {self.outer_interval} steps, {rule}"
+
     @property
     def number(self) -> int:
         """The place of this island among all, from 0."""

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_zpp.checkpoint.directory import newest_first
@@ -13,7 +14,7 @@ LENGTH = "--train-iters 7 --eval-interval 2 --eval-iters 1 --outer-interval 3 --
 
 
 def test_a_resumed_run_takes_the_outer_steps_of_an_uninterrupted_one(
-    flags: list[str], tmp_path: Path
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The third, the sixth and the last step end with one; a start ends, and is evaluated, between two."""
     found = []
@@ -27,3 +28,6 @@ def test_a_resumed_run_takes_the_outer_steps_of_an_uninterrupted_one(
     (whole, *losses), (parts, *losses_of_parts) = found
     assert losses == losses_of_parts
     assert all(torch.equal(whole[name], weight) for name, weight in parts.items())
+    assert " outer steps: after every 3 steps, SGD with Nesterov momentum 0.7 and learning rate 0.7\n" in (
+        capsys.readouterr().out
+    )

@@ -69,12 +69,11 @@ def test_retired_settings_are_said_where_something_else_happens_now() -> None:
 
 
 def test_flags_that_an_older_version_did_not_have_were_not_given() -> None:
-    """As masks, and the format of matmuls."""
-    present = parse_args([*MINIMAL, "--bf16", "--fp8", "--eod-mask-loss"]).to_json()
-    (line,) = setting_changes({}, 2, present, 2)
-    assert line == (
-        " changed since the checkpoint: --eod-mask-loss not given → given, --fp8 not given → given"
-    )
+    """As masks, an outer optimizer, and the format of matmuls."""
+    flags = ["--eod-mask-loss", "--outer-alone", "--fp8"]
+    (line,) = setting_changes({}, 2, parse_args([*MINIMAL, "--bf16", *flags]).to_json(), 2)
+    changed = ", ".join(f"{flag} not given → given" for flag in flags)
+    assert line == f" changed since the checkpoint: {changed}"
 
 
 def test_a_run_without_its_moments_says_that_the_schedule_goes_on(

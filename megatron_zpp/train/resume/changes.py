@@ -35,6 +35,7 @@ _YOUNGER: Mapping[str, Settings] = {  # settings absent from older checkpoints, 
     "optimizer": dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), "fp32")
     | {"optimizer_in_backward": False},
     "precision": {"fp8": False},
+    "islands": {"outer_alone": False},
 }
 _FROM_NOW = "from here on the present flags number the samples, so some may be repeated or omitted"
 _SAME_MODEL = {  # what the weights mean does not depend on these
@@ -52,6 +53,7 @@ _COMPARED: Mapping[str, tuple[str, ...]] = {  # parts of the settings and their 
     ),
     "learning_rate": (),
     "optimizer": (),
+    "islands": ("outer_alone", "outer_interval", "outer_lr", "outer_momentum"),
     "precision": (),
     "compilation": ("compile",),
     "zero": (),

@@ -40,6 +40,8 @@ def head_lines(run: Run) -> list[str]:
         lines.append(f" attention: {attention}")
     if optimizer := config.optimizer.describe():
         lines.append(f" optimizer: {optimizer}")
+    if config.islands.takes_outer_steps:
+        lines.append(f" outer steps: {config.islands.describe()}")
     if config.optimizer.optimizer_in_backward:
         clip = config.optimizer.clip_grad
         norm = "the last step's norm, or that of the gradients so far if it is larger"
