@@ -65,6 +65,17 @@ def test_gradients_that_are_dropped_are_said() -> None:
     assert losses == steps_of(other)
 
 
+def test_a_pass_after_close_is_refused() -> None:
+    """Without hooks gradients would stay in `.grad`, which the user has not written."""
+    engine = engine_of(Stack())
+    engine.close()
+    calls = {"accumulate": batch_of(0, 0), "step": 1e-2, "evaluate": batch_of(0, 0)}
+    for call, argument in calls.items():
+        said = refusal(getattr(engine, call), argument, error=RuntimeError)
+        assert said.startswith(f"{call}: the engine is closed; ")
+    assert engine.state_dict()["model"]
+
+
 @pytest.mark.parametrize(
     ("batch", "shown"),
     [
