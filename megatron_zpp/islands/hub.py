@@ -47,6 +47,7 @@ class _Island:
     former: set[str | None] = field(default_factory=set)  # earlier starts
     until: float = 0.0  # until when it is awaited
     ended: bool = False
+    failed: tuple[int, int, str] = -1, -1, ""  # step, and first rank, whose frames were not written; why
 
 
 class Hub:
@@ -211,7 +212,8 @@ class Hub:
             while not self._is_closed(request["step"]):
                 if wire.readable():
                     raise EOFError
-                wire.send({"waiting": True})
+                step, _, why = self._islands[peer.island].failed
+                wire.send({"waiting": True, "failed_another": why if step == request["step"] else ""})
             self._tell_members(peer, request["step"])
         elif do == "past":
             wire.send({"members": self._members(request["step"])})
@@ -231,10 +233,11 @@ class Hub:
         """Receive the frames of a rank, if the step lacks them."""
         if not isinstance(step, int) or step < 0 or not all(0 <= size <= MOST_FRAME for size in sizes):
             raise ValueError(f"step {step} is none, or has a frame of more than {MOST_FRAME:,} bytes")
+        island = self._islands[peer.island]
         with self._lock:
             takes = self._log.takes(step, peer.island, peer.rank, peer.start)
             if takes:
-                self._islands[peer.island].until = math.inf
+                island.until = math.inf
         peer.wire.send({"send": takes})
         if takes:
             header = Contribution(peer.start, peer.ranks, peer.layout, sizes, int(consumed), int(weights))
@@ -244,10 +247,14 @@ class Hub:
                     step, peer.island, peer.rank, header, lambda file: peer.wire.receive_file(file, size)
                 )
             except OSError as error:  # such as of a full disk
+                if island.failed[0] != step and not isinstance(error, ConnectionError | TimeoutError):
+                    island.failed = step, peer.rank, str(error)
                 peer.wire.send_last({"failed": str(error)})
                 raise
             with self._lock:
                 self._log.add(step, peer.island, peer.rank, header)
+                if island.failed[1] == peer.rank:
+                    island.failed = _Island.failed
                 self._changed.notify()
 
     def _is_closed(self, step: int) -> bool:
