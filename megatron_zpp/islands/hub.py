@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import AuthenticationError
 
 from megatron_zpp.config.options import printable
@@ -22,7 +23,7 @@ from megatron_zpp.config.values.addresses import joined
 from megatron_zpp.islands.log import Contribution, OuterLog
 from megatron_zpp.islands.messages import MOST_FRAME, TOO_SLOW, HubRefused, Message, Traffic, Wire
 
-_HELLO = ("island", "rank", "ranks", "start", "layout")
+_HELLO = ("island", "rank", "ranks", "start", "layout", "length")
 _RETURN = 3.0  # seconds for an island to connect again, after its longest pause between attempts
 _TICK = 1.0  # seconds after which a rank that waits hears that the hub is there
 
@@ -36,6 +37,7 @@ class _Rank:
     ranks: int
     start: str
     layout: str  # its digest
+    length: int  # --train-iters
     wire: Wire
 
 
@@ -113,8 +115,8 @@ class Hub:
         wire, peer = Wire(connected, Traffic()), None
         try:
             wire.authenticate(secret, hub=True)
-            peer = self._admit(wire, wire.receive())
-            wire.send({"welcome": True})
+            peer, note = self._admit(wire, wire.receive())
+            wire.send({"welcome": True} | ({"note": note} if note else {}))
             while True:
                 try:
                     self._answer(peer, wire.receive())
@@ -135,8 +137,11 @@ class Hub:
                 self._leave(peer)
             wire.close()
 
-    def _admit(self, wire: Wire, hello: Message) -> _Rank:
-        """Return the rank that says this hello, once no other one is in its place. Raises HubRefused."""
+    def _admit(self, wire: Wire, hello: Message) -> tuple[_Rank, str]:
+        """Return the rank that says this hello, once no other one is in its place, and a note for its log.
+
+        Raises HubRefused.
+        """
         peer = _Rank(**{key: hello[key] for key in _HELLO}, wire=wire)
         if not (island := self._islands.get(peer.island)):
             names = " ".join(self._islands)
@@ -164,9 +169,17 @@ class Hub:
             came = not island.connections
             island.connections[peer.rank] = peer
             island.until, island.ended = math.inf, False
+            note = self._other_lengths(peer)
         if came:
-            self._say(f"{peer.island} is here: {peer.ranks} ranks")
-        return peer
+            self._say(f"{peer.island} is here: {peer.ranks} ranks{note and f'; {note}'}")
+        return peer, note
+
+    def _other_lengths(self, peer: _Rank) -> str:
+        """A note if islands that are here end elsewhere; all may start again one by one, to train longer."""
+        ranks = (rank for island in self._islands.values() for rank in islice(island.connections.values(), 1))
+        others = [f"{rank.island} has {rank.length}" for rank in ranks if rank.length != peer.length]
+        alone = "islands that end first leave the rest to the others"
+        return f"--train-iters {peer.length}: {', '.join(others)}; {alone}" if others else ""
 
     def _clear_place(self, peer: _Rank, island: _Island) -> None:
         """End connections of earlier starts, and of the same rank, which the network may have lost."""

@@ -72,9 +72,9 @@ class Link:
     """A rank's connection to the hub, which is made in the background, again after each loss.
 
     `start` is one text per start of the island, the same on all its ranks, such as a random number of rank 0.
-    `layout` describes the frames of this rank. `settings` are values by flag that all islands must share.
-    `say` gets a line when the hub cannot be reached, and when it is again. `room` makes memory for a frame of
-    so many bytes, on the link's thread.
+    `layout` describes the frames of this rank. `settings` are values by flag that all islands must share;
+    `length`, --train-iters, may differ. `say` gets a line where it does, when the hub cannot be reached, and
+    when it is again. `room` makes memory for a frame of so many bytes, on the link's thread.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Link:
         start: str,
         layout: str,
         settings: Mapping[str, Any],
+        length: int = 0,
         say: Callable[[str], None],
         room: Callable[[int], Any] = bytearray,
     ) -> None:
@@ -97,7 +98,7 @@ class Link:
         self._island, self._start, self._layout = island, start, layout.encode()
         digest = hashlib.sha256(self._layout).hexdigest()
         self._hello = {"island": island, "rank": rank, "ranks": ranks, "start": start, "layout": digest}
-        self._hello["settings"] = dict(settings)
+        self._hello |= {"length": length, "settings": dict(settings)}
         self._place = host_and_port("--islands-at", address)
         self._layouts = {digest: layout}
         self.traffic = Traffic()
@@ -238,7 +239,8 @@ class Link:
             wire.authenticate(self._secret, hub=False)
             if _asked(wire, self._hello)["layout"]:
                 wire.send_text(self._layout)
-            _answer(wire)
+            if note := _answer(wire).get("note"):
+                self._say(f"WARNING: {note}")
         except AuthenticationError:
             self._refusal = f"--island-secret: the hub at {self._address} has another secret"
         except HubRefused as refusal:

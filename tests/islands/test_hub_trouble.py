@@ -71,9 +71,21 @@ def test_a_smaller_keep_frees_the_disk_when_the_hub_starts(hub: Hub) -> None:
     east.close()
 
 
+def test_islands_of_different_lengths_are_told_so(hub: Hub) -> None:
+    """And may be: all are started again one by one, to train longer."""
+    hub.start()
+    said: dict[str, list[str]] = {"west": [], "east": []}
+    for name, length in (("west", 30), ("east", 60)):
+        new = link(hub, name, length=length, said=said[name])
+        new.newest().result(20)
+    note = "--train-iters 60: west has 30; islands that end first leave the rest to the others"
+    assert said == {"west": [], "east": [f"WARNING: {note}"]}
+    assert f"east is here: 1 ranks; {note}\n" in hub.said
+
+
 def test_of_islands_that_connect_at_the_same_moment_one_decides_the_settings(hub: Hub) -> None:
     hub.start()
-    hello = {"rank": 0, "ranks": 1, "start": "1", "layout": "0"}
+    hello = {"rank": 0, "ranks": 1, "start": "1", "layout": "0", "length": 0}
     wires = []
     for name, rate in (("west", 0.7), ("east", 0.5)):
         wires.append(wire := Wire(connected(hub), Traffic()))
