@@ -297,4 +297,5 @@ class ZeroEngine(engine.ZeroEngine):
         else:
             store = dist.distributed_c10d._get_default_store()
         name = f"zero_engine/{next(_NUMBERS)}/{purpose}"
-        return Exchange(store, self.topology, self._timeout, name)
+        hint = "; every rank must call save and load"
+        return Exchange(store, self.topology, self._timeout, name, hint=hint)
