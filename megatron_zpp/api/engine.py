@@ -195,6 +195,7 @@ class ZeroEngine(engine.ZeroEngine):
         self, batch: engine.Batch, *, index: int = 0, micro_batches: int = 1, weight: float | None = None
     ) -> Tensor:
         """See zero/engine.py. Raises ValueError for a micro-batch, batch or loss that no step can count."""
+        self._check_open("accumulate")
         self._order.check(index, micro_batches, weight, unfinished=self._gradients.unfinished)
         passes.check_default_dtype()
         loss = super().accumulate(batch, index=index, micro_batches=micro_batches, weight=weight)
@@ -208,6 +209,7 @@ class ZeroEngine(engine.ZeroEngine):
         Raises RuntimeError if ranks have made gradients of units in different orders. On a GPU a later step
         does, once it is known; the step itself is skipped everywhere.
         """
+        self._check_open("step")
         self._order.check_whole()
         passes.check_parameters(self.units)
         passes.check_same_parameters(self.model, self._known, self.units)
@@ -295,4 +297,5 @@ class ZeroEngine(engine.ZeroEngine):
         else:
             store = dist.distributed_c10d._get_default_store()
         name = f"zero_engine/{next(_NUMBERS)}/{purpose}"
-        return Exchange(store, self.topology, self._timeout, name)
+        hint = "; every rank must call save and load"
+        return Exchange(store, self.topology, self._timeout, name, hint=hint)

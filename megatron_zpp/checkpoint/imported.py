@@ -62,6 +62,7 @@ def write_imported(
             "data": {"mock_data": True},  # a run sets this and the rest by its own flags
             "training": {"micro_batch_size": 1, "train_iters": 1},
             "learning_rate": {"lr": 1e-4},
+            "precision": {"bf16": model.fp32_residual_connection},  # which needs a 16-bit format
         }
     )
     with torch.device("meta"):

@@ -302,6 +302,14 @@ class PrecisionConfig(Options):
                 f"must be at most --initial-loss-scale {self.initial_loss_scale}",
             )
 
+    def without_effect(self) -> tuple[str, ...]:
+        """Notes on flags of the loss scale, common in Megatron-LM's command lines, in a run that has none."""
+        if self.fp16:
+            return ()
+        scale = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+        given = (name for name in scale if getattr(self, name) != getattr(PrecisionConfig, name))
+        return tuple(str(self.error(name, "no effect: there is no --fp16")) for name in given)
+
     @property
     def fp8_delayed(self) -> bool:
         """Whether 8-bit products take their scales from earlier steps."""

@@ -323,7 +323,8 @@ def parse_command_line(
             fp8=parsed["precision"].fp8,
             node_ranks=node_ranks(parsed["plan"]),
         )
-        notes += parsed["data"].without_effect() + parsed["timing"].without_effect()
+        for part in ("data", "precision", "timing"):
+            notes += parsed[part].without_effect()
         return CommandLine(Config(**parsed), notes, stages)
 
 

@@ -29,6 +29,7 @@ from megatron_zpp.storage.checksums import DamagedFile
 from megatron_zpp.storage.object_errors import ObjectError
 
 if TYPE_CHECKING:
+    from megatron_zpp.data.order_cache import OrderCache
     from megatron_zpp.data.text.cache import TokenCache
 
 _PROBED = 8  # samples read at open: they almost always reveal ids of another vocabulary
@@ -59,6 +60,7 @@ class SplitOpener:
                             Megatron-LM's order
     evaluated               samples that an evaluation reads; text is tokenised for them. None is one epoch,
                             of one data set after another, which weights contradict
+    keeps_orders            whether an order that is built stays on disk
     say                     gets a line when an order is built
     """
 
@@ -70,6 +72,7 @@ class SplitOpener:
     tokenizer_description: Mapping[str, Any] | None
     requested: Mapping[str, int | None] = field(default_factory=dict)
     evaluated: int | None = None
+    keeps_orders: bool = True
     say: Callable[[str], None] = lambda line: None
     data: dict[str, IndexedDataset] = field(default_factory=dict, init=False)  # opened once for all splits
     texts: dict[str, "TokenCache"] = field(default_factory=dict, init=False)
@@ -139,12 +142,12 @@ class SplitOpener:
         return WindowDataset(part.source, *part.tokens(), self.seq_length, self.vocab_size, seed=seed)
 
     def _packed(self, split: str, part: DatasetSlice, seed: int) -> KnownSamples:
-        from megatron_zpp.data.order_cache import OrderCache
         from megatron_zpp.data.packing import pack
 
         part.check_tokens(split, self.seq_length, 2, self.config)
-        cache = OrderCache(self.config, part.source.local, self.say)
-        return pack(part, cache, split, self.seq_length, self.vocab_size, seed=seed, filler=self.eod)
+        return pack(
+            part, self._orders(part), split, self.seq_length, self.vocab_size, seed=seed, filler=self.eod
+        )
 
     def _text_samples(
         self, split: str, flag: str, path: str, seed: int, weight: float, weights: Sequence[float]
@@ -176,14 +179,13 @@ class SplitOpener:
 
     def _megatron(self, split: str, flag: str, parts: list[DatasetSlice]) -> Samples:
         from megatron_zpp.data.megatron.dataset import MegatronOrders
-        from megatron_zpp.data.order_cache import OrderCache
 
         requested = self.requested[split]
         repeats = requested is not None and (len(parts) == 1 or parts[0].weight is not None)
         for part in parts:
             part.check_tokens(split, self.seq_length, 2 if repeats else self.seq_length + 1, self.config)
         orders = MegatronOrders(
-            cache=OrderCache(self.config, parts[0].source.local, self.say),
+            cache=self._orders(parts[0]),
             flag=flag,
             split=split,
             seq_length=self.seq_length,
@@ -194,6 +196,11 @@ class SplitOpener:
         available = requested or samples.windows_per_epoch
         samples.batch(np.arange(_PROBED if available is None else min(_PROBED, available)))
         return samples
+
+    def _orders(self, part: DatasetSlice) -> "OrderCache":
+        from megatron_zpp.data.order_cache import OrderCache
+
+        return OrderCache(self.config, part.source.local, self.say, keeps=self.keeps_orders)
 
     def _part(self, split: str, flag: str, weight: float | None, prefix: str) -> DatasetSlice:
         data = self._data(flag, prefix)

@@ -26,7 +26,7 @@ from megatron_zpp.config.options import option_error
 from megatron_zpp.data.file_array import FileArray, OpenFile
 from megatron_zpp.storage.checksummed_writer import ChecksummedWriter
 from megatron_zpp.storage.checksums import JSON_LIMIT, Checksums, DamagedFile, thread_count, verify_file
-from megatron_zpp.storage.files import fsync, locked, write_durably
+from megatron_zpp.storage.files import check_writable, fsync, locked, write_durably
 from megatron_zpp.storage.regular import open_stream, read_limited
 
 _EDGE = 1 << 16  # bytes at either end of a file that are part of its digest
@@ -50,8 +50,14 @@ def contents_of(path: str) -> dict[str, Any]:
 class OrderCache:
     """The entries of one directory, which is created for the first entry."""
 
-    def __init__(self, config: DataConfig, prefix: str, say: Callable[[str], None]) -> None:
-        """In --data-cache-path, or beside the data set `prefix`; `say` gets a line when an entry is built."""
+    def __init__(
+        self, config: DataConfig, prefix: str, say: Callable[[str], None], *, keeps: bool = True
+    ) -> None:
+        """In --data-cache-path, or beside the data set `prefix`; `say` gets a line when an entry is built.
+
+        With `keeps` false an entry that is built leaves no file, and its arrays cannot be sent to workers.
+        """
+        self._keeps = keeps
         self._flag = "--data-cache-path" if config.data_cache_path else "--data-cache-path (not given)"
         self._directory, self._say = Path(config.data_cache_path or f"{prefix}.orders"), say
 
@@ -64,26 +70,35 @@ class OrderCache:
         """
         text = json.dumps(dict(made_of), sort_keys=True, indent=1)
         entry = self._directory / hashlib.sha256(text.encode()).hexdigest()[:32]
+        if self._keeps or entry.is_dir():
+            return self._get(entry, text, build, f"{what}, once; {entry}", made_of["indexes"])
+        check_writable(self._flag, str(self._directory))
+        with tempfile.TemporaryDirectory() as scratch:
+            return self._get(Path(scratch) / entry.name, text, build, what, made_of["indexes"])
+
+    def _get(
+        self, entry: Path, text: str, build: Callable[[], NamedArrays], what: str, names: tuple[str, ...]
+    ) -> CachedArrays:
+        directory = entry.parent
         try:
             if not entry.is_dir():
-                self._directory.mkdir(parents=True, exist_ok=True)
-                with locked(self._directory / "lock"):
+                directory.mkdir(parents=True, exist_ok=True)
+                with locked(directory / "lock"):
                     if not entry.is_dir():
-                        self._say(f"building {what}, once; {entry}")
+                        self._say(f"building {what}")
                         self._build(entry, text, build)
         except OSError as error:
             fix = f"{error.strerror}; name a writable directory with free space"
-            raise option_error(self._flag, self._directory, fix) from None
-        names = made_of["indexes"]
+            raise option_error(self._flag, directory, fix) from None
         try:
             verify_arrays(entry, names)
             return {name: open_array(entry, name) for name in names}
         except (OSError, ValueError) as error:
             fix = f"start again once it can be read; if it is damaged, remove {entry}, and it is built again"
-            raise option_error(self._flag, self._directory, f"{one_line(error)}; {fix}") from None
+            raise option_error(self._flag, directory, f"{one_line(error)}; {fix}") from None
 
     def _build(self, entry: Path, text: str, build: Callable[[], NamedArrays]) -> None:
-        with tempfile.TemporaryDirectory(prefix=f"{entry.name}.building-", dir=self._directory) as name:
+        with tempfile.TemporaryDirectory(prefix=f"{entry.name}.building-", dir=entry.parent) as name:
             complete = Path(name) / "entry"
             complete.mkdir()
             write_arrays(complete, build())
@@ -95,7 +110,7 @@ class OrderCache:
             except OSError:
                 if not entry.is_dir():  # otherwise, without locks, another process was faster
                     raise
-        fsync(self._directory)
+        fsync(entry.parent)
 
 
 def write_arrays(directory: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> None:

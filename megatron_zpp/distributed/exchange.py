@@ -41,11 +41,13 @@ class Exchange:
 
     `purpose` separates the names of one operation from those of others; every rank must use the same
     purposes. A wait continues for as long as some rank reports progress, and fails after `timeout` without
-    any.
+    any, in an error that ends with `hint`.
     """
 
-    def __init__(self, store: dist.Store, topology: Topology, timeout: timedelta, purpose: str) -> None:
-        self.topology, self.timeout, self._purpose = topology, timeout, purpose
+    def __init__(
+        self, store: dist.Store, topology: Topology, timeout: timedelta, purpose: str, *, hint: str = ""
+    ) -> None:
+        self.topology, self.timeout, self._purpose, self._hint = topology, timeout, purpose, hint
         # A connection of its own: a call on a store blocks all other threads that use the same connection.
         self._store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
         self._store.set_timeout(timeout)  # the store's process may be stopped, or suspended with all others
@@ -83,7 +85,7 @@ class Exchange:
             return self._get_all(keys)
         except NoProgress as silence:
             rank = keys.index(silence.key)
-            raise NoProgress(f"rank {rank} reported no progress for {self.timeout}") from None
+            raise NoProgress(f"rank {rank} reported no progress for {self.timeout}{self._hint}") from None
 
     def combine(self, name: str, value: Any, combination: Callable[[list[Any]], Any]) -> Any:
         """Return on every rank what `combination` returns on rank 0 for the values of all ranks, by rank.
@@ -145,7 +147,7 @@ class Exchange:
 
     def _get_all(self, keys: list[str]) -> list[Any]:
         """Wait for the values of all keys, and return them. NoProgress has the first key without one."""
-        patience = _Patience(self.timeout, keys, longer=2 * self._every)
+        patience = _Patience(self.timeout, keys, longer=2 * self._every, hint=self._hint)
         while True:
             # A request with a time-out would write warnings to stderr whenever the time is over.
             answer = started(lambda: self._store.wait(keys, _NO_LIMIT), "exchange")
@@ -203,8 +205,8 @@ class _Patience:
     And for `longer` seconds after that, because a rank that is stuck notices first and can say where.
     """
 
-    def __init__(self, timeout: timedelta, keys: list[str], longer: float = 0.0) -> None:
-        self._timeout, self._keys = timeout, keys
+    def __init__(self, timeout: timedelta, keys: list[str], longer: float = 0.0, hint: str = "") -> None:
+        self._timeout, self._keys, self._hint = timeout, keys, hint
         self._seconds = timeout.total_seconds() + longer
         self._absent = 0  # the first key that has not been seen
         self._progress: bytes | None = None
@@ -226,7 +228,8 @@ class _Patience:
                 count //= 2
         if time.monotonic() > self._deadline:
             key = self._keys[self._absent]
-            raise NoProgress(f"no rank published {key!r} or reported progress for {self._timeout}", key)
+            problem = f"no rank published {key!r} or reported progress for {self._timeout}"
+            raise NoProgress(f"{problem}{self._hint}", key)
 
     def _extend(self) -> None:
         self._deadline = time.monotonic() + self._seconds

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import AuthenticationError
 
 from megatron_zpp.config.options import printable
@@ -22,7 +23,7 @@ from megatron_zpp.config.values.addresses import joined
 from megatron_zpp.islands.log import Contribution, OuterLog
 from megatron_zpp.islands.messages import MOST_FRAME, TOO_SLOW, HubRefused, Message, Traffic, Wire
 
-_HELLO = ("island", "rank", "ranks", "start", "layout")
+_HELLO = ("island", "rank", "ranks", "start", "layout", "length")
 _RETURN = 3.0  # seconds for an island to connect again, after its longest pause between attempts
 _TICK = 1.0  # seconds after which a rank that waits hears that the hub is there
 
@@ -36,6 +37,7 @@ class _Rank:
     ranks: int
     start: str
     layout: str  # its digest
+    length: int  # --train-iters
     wire: Wire
 
 
@@ -47,6 +49,7 @@ class _Island:
     former: set[str | None] = field(default_factory=set)  # earlier starts
     until: float = 0.0  # until when it is awaited
     ended: bool = False
+    failed: tuple[int, int, str] = -1, -1, ""  # step, and first rank, whose frames were not written; why
 
 
 class Hub:
@@ -112,8 +115,8 @@ class Hub:
         wire, peer = Wire(connected, Traffic()), None
         try:
             wire.authenticate(secret, hub=True)
-            peer = self._admit(wire, wire.receive())
-            wire.send({"welcome": True})
+            peer, note = self._admit(wire, wire.receive())
+            wire.send({"welcome": True} | ({"note": note} if note else {}))
             while True:
                 try:
                     self._answer(peer, wire.receive())
@@ -134,8 +137,11 @@ class Hub:
                 self._leave(peer)
             wire.close()
 
-    def _admit(self, wire: Wire, hello: Message) -> _Rank:
-        """Return the rank that says this hello, once no other one is in its place. Raises HubRefused."""
+    def _admit(self, wire: Wire, hello: Message) -> tuple[_Rank, str]:
+        """Return the rank that says this hello, once no other one is in its place, and a note for its log.
+
+        Raises HubRefused.
+        """
         peer = _Rank(**{key: hello[key] for key in _HELLO}, wire=wire)
         if not (island := self._islands.get(peer.island)):
             names = " ".join(self._islands)
@@ -163,9 +169,17 @@ class Hub:
             came = not island.connections
             island.connections[peer.rank] = peer
             island.until, island.ended = math.inf, False
+            note = self._other_lengths(peer)
         if came:
-            self._say(f"{peer.island} is here: {peer.ranks} ranks")
-        return peer
+            self._say(f"{peer.island} is here: {peer.ranks} ranks{note and f'; {note}'}")
+        return peer, note
+
+    def _other_lengths(self, peer: _Rank) -> str:
+        """A note if islands that are here end elsewhere; all may start again one by one, to train longer."""
+        ranks = (rank for island in self._islands.values() for rank in islice(island.connections.values(), 1))
+        others = [f"{rank.island} has {rank.length}" for rank in ranks if rank.length != peer.length]
+        alone = "islands that end first leave the rest to the others"
+        return f"--train-iters {peer.length}: {', '.join(others)}; {alone}" if others else ""
 
     def _clear_place(self, peer: _Rank, island: _Island) -> None:
         """End connections of earlier starts, and of the same rank, which the network may have lost."""
@@ -211,7 +225,8 @@ class Hub:
             while not self._is_closed(request["step"]):
                 if wire.readable():
                     raise EOFError
-                wire.send({"waiting": True})
+                step, _, why = self._islands[peer.island].failed
+                wire.send({"waiting": True, "failed_another": why if step == request["step"] else ""})
             self._tell_members(peer, request["step"])
         elif do == "past":
             wire.send({"members": self._members(request["step"])})
@@ -231,10 +246,11 @@ class Hub:
         """Receive the frames of a rank, if the step lacks them."""
         if not isinstance(step, int) or step < 0 or not all(0 <= size <= MOST_FRAME for size in sizes):
             raise ValueError(f"step {step} is none, or has a frame of more than {MOST_FRAME:,} bytes")
+        island = self._islands[peer.island]
         with self._lock:
             takes = self._log.takes(step, peer.island, peer.rank, peer.start)
             if takes:
-                self._islands[peer.island].until = math.inf
+                island.until = math.inf
         peer.wire.send({"send": takes})
         if takes:
             header = Contribution(peer.start, peer.ranks, peer.layout, sizes, int(consumed), int(weights))
@@ -244,10 +260,14 @@ class Hub:
                     step, peer.island, peer.rank, header, lambda file: peer.wire.receive_file(file, size)
                 )
             except OSError as error:  # such as of a full disk
+                if island.failed[0] != step and not isinstance(error, ConnectionError | TimeoutError):
+                    island.failed = step, peer.rank, str(error)
                 peer.wire.send_last({"failed": str(error)})
                 raise
             with self._lock:
                 self._log.add(step, peer.island, peer.rank, header)
+                if island.failed[1] == peer.rank:
+                    island.failed = _Island.failed
                 self._changed.notify()
 
     def _is_closed(self, step: int) -> bool:

@@ -34,6 +34,10 @@ _GOODBYE = 5.0  # seconds, at most, for the hub to hear that the island has ende
 _Result = TypeVar("_Result")
 
 
+class _HubFailed(OSError):
+    """The hub could not do what a rank asked, and says why."""
+
+
 class Frame(NamedTuple):
     """Bytes that a rank sent to an outer step: the frame `index` of its layout."""
 
@@ -68,9 +72,9 @@ class Link:
     """A rank's connection to the hub, which is made in the background, again after each loss.
 
     `start` is one text per start of the island, the same on all its ranks, such as a random number of rank 0.
-    `layout` describes the frames of this rank. `settings` are values by flag that all islands must share.
-    `say` gets a line when the hub cannot be reached, and when it is again. `room` makes memory for a frame of
-    so many bytes, on the link's thread.
+    `layout` describes the frames of this rank. `settings` are values by flag that all islands must share;
+    `length`, --train-iters, may differ. `say` gets a line where it does, when the hub cannot be reached, and
+    when it is again. `room` makes memory for a frame of so many bytes, on the link's thread.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class Link:
         start: str,
         layout: str,
         settings: Mapping[str, Any],
+        length: int = 0,
         say: Callable[[str], None],
         room: Callable[[int], Any] = bytearray,
     ) -> None:
@@ -93,7 +98,7 @@ class Link:
         self._island, self._start, self._layout = island, start, layout.encode()
         digest = hashlib.sha256(self._layout).hexdigest()
         self._hello = {"island": island, "rank": rank, "ranks": ranks, "start": start, "layout": digest}
-        self._hello["settings"] = dict(settings)
+        self._hello |= {"length": length, "settings": dict(settings)}
         self._place = host_and_port("--islands-at", address)
         self._layouts = {digest: layout}
         self.traffic = Traffic()
@@ -101,7 +106,7 @@ class Link:
         self._wire: Wire | None = None
         self._refusal = ""  # of all requests
         self._closed = threading.Event()
-        self._losses, self._told = 0, False
+        self._losses, self._told = 0, ""
         self._thread = threading.Thread(target=self._run, name="islands", daemon=True)
         _close_in_forks(self)
         self._thread.start()
@@ -138,7 +143,10 @@ class Link:
                     raise
             answer = _asked(wire, {"do": "await", "step": step})
             while "waiting" in answer:
-                self._reached()
+                if failed := answer.get("failed_another"):
+                    self._tell(f"it says {failed}", again=True)
+                else:
+                    self._reached()
                 answer = _answer(wire)
             of_another_start = answer["members"].get(self._island, {}).get("start") != self._start
             return self._fetch(wire, step, answer, choose, got, own=of_another_start)
@@ -231,7 +239,8 @@ class Link:
             wire.authenticate(self._secret, hub=False)
             if _asked(wire, self._hello)["layout"]:
                 wire.send_text(self._layout)
-            _answer(wire)
+            if note := _answer(wire).get("note"):
+                self._say(f"WARNING: {note}")
         except AuthenticationError:
             self._refusal = f"--island-secret: the hub at {self._address} has another secret"
         except HubRefused as refusal:
@@ -244,7 +253,7 @@ class Link:
     def _reached(self) -> None:
         self._losses = 0
         if self._told:
-            self._told = False
+            self._told = ""
             self._say(f"--islands-at {self._address}: connected to the hub again")
 
     def _lost(self, error: BaseException) -> None:
@@ -252,15 +261,19 @@ class Link:
         self._drop()
         if self._closed.is_set():
             return
-        if not self._told:
-            self._told = True
-            silent = isinstance(error, BlockingIOError)  # of a read that waited LOST_AFTER
-            why = "it is silent" if silent else str(error) or "it closed the connection"
+        silent = isinstance(error, BlockingIOError)  # of a read that waited LOST_AFTER
+        why = "it is silent" if silent else str(error) or "it closed the connection"
+        self._tell(why, again=isinstance(error, _HubFailed))
+        self._closed.wait(_PAUSES[min(self._losses, len(_PAUSES) - 1)])
+        self._losses += 1
+
+    def _tell(self, why: str, *, again: bool) -> None:
+        """Say what is wrong, once; `again`: also where something else was said before."""
+        if not self._told or (again and why != self._told):
+            self._told = why
             self._say(
                 f"--islands-at {self._address}: no connection to the hub ({why}); trying until it is there"
             )
-        self._closed.wait(_PAUSES[min(self._losses, len(_PAUSES) - 1)])
-        self._losses += 1
 
     def _drop(self) -> None:
         if wire := self._wire:
@@ -310,7 +323,7 @@ def _answer(wire: Wire) -> Message:
     if "refused" in answer:
         raise HubRefused(answer["refused"])
     if "failed" in answer:
-        raise OSError(f"it says {answer['failed']}")
+        raise _HubFailed(f"it says {answer['failed']}")
     return answer
 
 

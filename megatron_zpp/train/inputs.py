@@ -104,6 +104,7 @@ def open_data(
         tokenizer_description=tokenizer,
         requested=requested,
         evaluated=schedule.evaluated_samples(config.evaluation),
+        keeps_orders=not config.plan.dry_run,
         say=say,
     )
     splits = opener.open(config.needed_splits())

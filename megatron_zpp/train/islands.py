@@ -56,6 +56,7 @@ class Islands:
             start=str(self._engine.sum_over_ranks(start).item()),
             layout=self._state.layout,
             settings=_settings(run),
+            length=self._iterations,
             say=(lambda line: self._say(f" {line}")) if topology.rank == 0 else lambda line: None,
             room=self._state.room,
         )

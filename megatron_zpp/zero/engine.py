@@ -167,6 +167,7 @@ class ZeroEngine:
         self._summed_gradients = 1  # how many gradients the sums of a step are sums of
         self._weight: float | None = None  # the sum of those of this rank's losses; None without weights
         self.spare = spare_multiprocessors(mesh.nodes, device, os.environ)
+        self._closed = False
 
     def begin_step(self, learning_rate: float, decoupled_rate: float | None = None) -> None:
         """With --optimizer-in-backward: let the next backward step each unit, at the rates that `step` gets.
@@ -274,8 +275,10 @@ class ZeroEngine:
     def close(self) -> None:
         """Remove the hooks, which tie model and engine in a cycle, and close the communication streams.
 
-        Every rank must call it at the end of a run. After an error it may wait for the others.
+        Every rank must call it at the end of a run; states may be saved after it. After an error it may wait
+        for the others.
         """
+        self._closed = True
         self._gradients.wait()  # sums that no step has taken must not outlive their group
         for handle in self._hooks:
             handle.remove()
@@ -286,7 +289,7 @@ class ZeroEngine:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
         """The mean loss of a batch without dropout, not reduced over ranks. Every rank must call it."""
-        with self._evaluating():
+        with self._evaluating("evaluate"):
             return self._loss(batch)
 
     @torch.no_grad()
@@ -298,7 +301,7 @@ class ZeroEngine:
         positions: Tensor | None = None
         if after >= 0:  # else all are of one text
             positions = torch.arange(tokens.shape[1], device=self.device)[None].clamp(max=after)
-        with self._evaluating():
+        with self._evaluating("next_token_logits"):
             self.spare.reserve()
             logits = self.model(tokens.to(self.device), None, positions)
             return logits[0, after].float().cpu()
@@ -332,6 +335,11 @@ class ZeroEngine:
         if self._in_backward is not None:
             self._in_backward.last_norm.fill_(norm or 0.0)
 
+    def _check_open(self, call: str) -> None:
+        """Raise RuntimeError after `close`: a pass without hooks trains nothing."""
+        if self._closed:
+            raise RuntimeError(f"{call}: the engine is closed; call close() behind the last pass")
+
     def _rates(self, learning_rate: float, decoupled_rate: float | None) -> Rates:
         if decoupled_rate is not None and not self._decouples:
             fix = "no parameter is decoupled; name some in ZeroEngine's decoupled"
@@ -342,8 +350,9 @@ class ZeroEngine:
         return learning_rate, learning_rate if decoupled_rate is None else decoupled_rate
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def _evaluating(self, call: str) -> Iterator[None]:
         """A forward without gradients, no part of a step, with all modules in evaluation mode meanwhile."""
+        self._check_open(call)
         self.weights.encode_changed()
         modes = [(module, module.training) for module in self.model.modules()]
         self.weights.prefetcher.begin(Phase.FORWARD)

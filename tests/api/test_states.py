@@ -1,5 +1,6 @@
 """Training continues from state_dict and from checkpoints: bit for bit, or on any other ranks."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from megatron_zpp import Mesh, PrecisionConfig, Topology, ZeroEngine
+from megatron_zpp.distributed.exchange import NoProgress
 from tests.api.models import Vision, engine_of, steps_of
 from tests.api.test_lion import Lion
 from tests.plan import jobs
@@ -230,6 +232,13 @@ def test_states_that_do_not_fit_are_refused_on_all_ranks() -> None:
             "state: has no 'optimizer'; optimizer=False loads weights and buffers alone",
             "state: has no 'model'",
         ]
+
+
+def test_a_call_that_other_ranks_do_not_make_ends_and_says_that_all_must() -> None:
+    engine = engine_of(Stack())
+    engine._timeout = timedelta(seconds=0.2)
+    said = refusal(engine._exchange("save").get, "open", error=NoProgress)
+    assert said.endswith(" for 0:00:00.200000; every rank must call save and load")
 
 
 class OddlyStored(nn.Linear):

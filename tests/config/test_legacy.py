@@ -185,6 +185,9 @@ def test_a_loss_scale_beside_bf16_has_no_effect() -> None:
     parsed = parse("--bf16 --loss-scale 12")
     assert parsed.config == parse_args([*MINIMAL, "--bf16"])
     assert parsed.notes == ("--loss-scale 12: no effect: the run computes in bf16",)
+    flags = "--initial-loss-scale 65536.0", "--min-loss-scale 2.0", "--loss-scale-window 9", "--hysteresis 4"
+    assert parse(" ".join(flags)).notes == tuple(f"{each}: no effect: there is no --fp16" for each in flags)
+    assert parse(f"--fp16 {' '.join(flags)}").notes == parse("--bf16 --hysteresis 2").notes == ()
 
 
 def test_a_trace_of_nothing_does_not_stop_a_run() -> None:

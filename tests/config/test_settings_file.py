@@ -250,7 +250,7 @@ WHOLE = [
     "--load x --keep-last 2 --no-save-optim --no-load-optim",
     f"{SHAPE} --num-layers 1 --hidden-size 8 --num-attention-heads 1 --mock-data --train-iters 5 "
     "--lr-decay-style WSD --lr-wsd-decay-iters 2 --recompute-activations --no-compile --swiglu "
-    "--position-embedding-type rope --use-rope-scaling --initial-loss-scale 65536 --profile",
+    "--position-embedding-type rope --use-rope-scaling --fp16 --initial-loss-scale 65536 --profile",
 ]
 
 

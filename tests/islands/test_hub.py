@@ -296,8 +296,8 @@ def test_a_rank_that_returns_replaces_its_lost_connection(hub: Hub) -> None:
     hub.start("--wait", "30")
     half_open = Wire(connected(hub), Traffic())
     half_open.authenticate(SECRET.encode(), hub=False)
-    hello = {"island": "west", "rank": 0, "ranks": 1, "start": "west 1", "layout": "0", "settings": SETTINGS}
-    half_open.send(hello)
+    hello = {"island": "west", "rank": 0, "ranks": 1, "start": "west 1", "layout": "0", "length": 0}
+    half_open.send(hello | {"settings": SETTINGS})
     half_open.receive()
     half_open.send_text(b"{}")
     assert half_open.receive() == {"welcome": True}

@@ -4,9 +4,11 @@ import resource
 import signal
 import time
 
+import pytest
+
 from megatron_zpp.islands.messages import Traffic, Wire
 from tests.islands.conftest import SECRET, Hub
-from tests.islands.test_hub import SETTINGS, Island, connected, results
+from tests.islands.test_hub import SETTINGS, Island, connected, link, nothing, results
 from tests.support import wait_until
 
 
@@ -28,6 +30,33 @@ def test_a_full_disk_is_named_by_both_sides_and_costs_no_island_a_step(hub: Hub)
         island.close()
 
 
+@pytest.mark.parametrize("large", [0, 1])
+def test_rank_0_says_what_the_hub_could_not_write_after_another_loss(hub: Hub, large: int) -> None:
+    """Of any rank, which is silent itself."""
+    hub.start()
+    said: list[str] = []
+    links = [link(hub, "west", rank, 2, said=said if rank == 0 else None) for rank in range(2)]
+    results([each.newest() for each in links])
+    hub.end(signal.SIGKILL)
+    frames = [[bytes(2 << 20 if rank == large else 1)] for rank in range(2)]
+    waiting = [each.exchange(0, frame, nothing, 0) for each, frame in zip(links, frames, strict=True)]
+    wait_until(lambda: said)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # which the hub inherits
+    try:
+        hub.start("--wait", "0")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    what = f"(it says [Errno 27] File too large: '{hub.directory}/log/step_00000000/west.{large}.frames')"
+    wait_until(lambda: what in said[-1])
+    resource.prlimit(hub.process.pid, resource.RLIMIT_FSIZE, limits)
+    results(waiting)
+    wait_until(lambda: "connected to the hub again" in said[-1])
+    assert len(said) <= 4  # rank 0 may have been connected before the other one failed
+    for each in links:
+        each.close(ended=True)
+
+
 def test_a_smaller_keep_frees_the_disk_when_the_hub_starts(hub: Hub) -> None:
     """Before any other step is closed, for which a full disk has no room."""
     hub.start()
@@ -42,9 +71,21 @@ def test_a_smaller_keep_frees_the_disk_when_the_hub_starts(hub: Hub) -> None:
     east.close()
 
 
+def test_islands_of_different_lengths_are_told_so(hub: Hub) -> None:
+    """And may be: all are started again one by one, to train longer."""
+    hub.start()
+    said: dict[str, list[str]] = {"west": [], "east": []}
+    for name, length in (("west", 30), ("east", 60)):
+        new = link(hub, name, length=length, said=said[name])
+        new.newest().result(20)
+    note = "--train-iters 60: west has 30; islands that end first leave the rest to the others"
+    assert said == {"west": [], "east": [f"WARNING: {note}"]}
+    assert f"east is here: 1 ranks; {note}\n" in hub.said
+
+
 def test_of_islands_that_connect_at_the_same_moment_one_decides_the_settings(hub: Hub) -> None:
     hub.start()
-    hello = {"rank": 0, "ranks": 1, "start": "1", "layout": "0"}
+    hello = {"rank": 0, "ranks": 1, "start": "1", "layout": "0", "length": 0}
     wires = []
     for name, rate in (("west", 0.7), ("east", 0.5)):
         wires.append(wire := Wire(connected(hub), Traffic()))

@@ -1,8 +1,10 @@
 """Runs on Megatron-LM's data and in its order: its counts of samples, its batches, any ranks, any resume."""
 
 import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_zpp.config.root import parse_args
@@ -106,6 +108,24 @@ def test_refusals(megatron: list[str]) -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             check_inputs(parse_args(["--train-iters", "2", *flags]), Mesh(), print)
+
+
+def test_a_plan_leaves_no_order_behind_and_reads_one_that_is_there(megatron: list[str]) -> None:
+    cache, said = Path(megatron[-1]), list[str]()
+    run = [*megatron, "--train-iters", "2"]
+    plan = parse_args([*run, "--dry-run"])
+    planned = check_inputs(plan, Mesh(), said.append).splits.train
+    assert not cache.exists()
+    assert said[0].endswith(" samples")  # not where it is kept
+    kept = check_inputs(parse_args(run), Mesh(), print).splits.train
+    assert (planned.batch(np.arange(16)) == kept.batch(np.arange(16))).all()
+    before = sorted(cache.rglob("*"))
+    check_inputs(plan, Mesh(), pytest.fail)
+    assert sorted(cache.rglob("*")) == before
+    shutil.rmtree(cache)
+    cache.write_text("")
+    with pytest.raises(ValueError, match=f"^--data-cache-path {cache}: "):
+        check_inputs(plan, Mesh(), print)
 
 
 def test_a_cache_that_our_own_order_does_not_need_is_said(flags: list[str], tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import gc
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,15 +21,11 @@ from tests.zero.own_modules import (
     Deep,
     Layer,
     LowRank,
-    Normalised,
     Stack,
-    TiesUnits,
-    WithBuffers,
     batch_of,
     check_trained,
     compiled,
     engine_of,
-    initialize,
     losses_of_torch,
     read_wrongly,
     reads_between,
@@ -332,169 +327,3 @@ def test_other_tensors_in_the_place_of_parameters_compute_or_are_refused(zero: d
             RuntimeError, match=r"^layers.0.linear.weight: the model has another tensor in its"
         ):
             steps_of(engine_of(make, **zero))
-
-
-def test_buffers_are_filled_by_name_and_said() -> None:
-    said: list[str] = []
-    engine = engine_of(stack_of(WithBuffers), say=said.append)
-    layer, expected = engine.model.layers[2], torch.empty(12)
-    initialize("layers.2.base", expected)
-    assert torch.equal(layer.base, expected)
-    assert layer.shift == 2
-    assert engine.buffers.persistent()["layers.2.base"] is layer.base
-    assert "layers.2.frequencies" not in engine.buffers.persistent()
-    assert "layers.0.frequencies" in said[0]
-
-
-def test_buffers_that_are_not_on_meta_keep_their_values() -> None:
-    def with_values() -> Stack:
-        model = Stack()
-        model.register_buffer("scale", torch.full((3,), 4.0, device="cpu"))
-        model.register_buffer("same", model.scale)
-        return model
-
-    model = engine_of(with_values).model
-    assert model.scale.tolist() == [4.0, 4.0, 4.0]
-    assert model.same is model.scale
-
-
-class AssignsTwice(Stack):
-    """The memory of a buffer that is replaced may be that of the next one but one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(12))
-
-    def hidden(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            self.average = torch.ones(12)
-        return super().hidden(x)
-
-
-class AssignsLate(AssignsTwice):
-    """Its buffer is no tensor before the first forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = None
-
-
-def assign_buffers(topology: Topology) -> list[str]:
-    engines = engine_of(AssignsTwice, topology), engine_of(AssignsLate, topology)
-    return [refusal(steps_of, engine, error=RuntimeError) for engine in engines for _ in range(5)]
-
-
-def test_a_buffer_that_a_forward_replaces_twice_is_refused() -> None:
-    for said in on_ranks(2, assign_buffers):
-        assert all(each.startswith("average: a buffer that the forward changes") for each in said), said
-
-
-def test_a_buffer_that_the_first_forward_makes_is_a_state() -> None:
-    engine = engine_of(AssignsLate)
-    steps_of(engine, steps=1)
-    assert engine.state_dict()["model"]["average"].tolist() == [1.0] * 12
-
-
-def change_buffers(topology: Topology) -> str:
-    engine = engine_of(stack_of(Normalised), topology)
-    try:
-        steps_of(engine)
-    except RuntimeError as error:
-        return str(error)
-    return f"{engine.model.layers[0].norm.num_batches_tracked - 2} batches"
-
-
-def test_buffers_that_a_forward_changes_are_refused_on_several_ranks() -> None:
-    assert change_buffers(Topology()) == "4 batches"
-    for said in on_ranks(2, change_buffers):
-        assert re.match(r"layers.0.norm.\w+: a buffer that the forward changes, .* 2 ranks .*BatchNorm", said)
-
-
-def units_of(model: Stack, units: list[tuple[str, nn.Module]]) -> None:
-    model.units = lambda: units
-
-
-def tie_outside(model: Stack) -> None:
-    model.other = nn.Linear(12, 12, bias=False)
-    model.other.weight = model.layers[0].linear.weight
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            lambda model: setattr(model.layers[1], "tables", {"mask": [torch.ones(3)]}),
-            r"layers.1.tables: a tensor on the meta device .* register_buffer",
-        ),
-        (
-            lambda model: setattr(model.head, "spectrum", nn.Parameter(torch.zeros(3, dtype=torch.cfloat))),
-            r"head.spectrum: is complex; .*view_as_complex",
-        ),
-        (
-            lambda model: setattr(model.head, "codes", nn.Parameter(torch.zeros(3, dtype=torch.int8), False)),
-            r"head.codes: is torch.int8; make it a buffer",
-        ),
-        (
-            lambda model: units_of(model, [("layers", model.layers), ("head", model.head)]),
-            r"layers: ModuleList has no forward, .*; list its modules",
-        ),
-        (lambda model: model.requires_grad_(False), r"the model has no parameter to train"),
-        (
-            lambda model: setattr(model.layers[1].linear, "weight", model.layers[0].linear.weight),
-            r"layers.1.linear.weight: is tied to layers.0.linear.weight; .* parts of one unit, or ",
-        ),
-        (
-            lambda model: units_of(model, model.units()[1:]),
-            r"layers.0.linear.weight: belongs to no unit; units\(\) must list a module that has it$",
-        ),
-        (tie_outside, r"other.weight: belongs to no unit; "),
-    ],
-)
-def test_what_would_be_wrong_is_refused_by_name(change: Callable[[Stack], None], said: str) -> None:
-    def changed() -> Stack:
-        model = Stack()
-        change(model)
-        return model
-
-    with pytest.raises(ValueError, match=f"^{said}"):
-        engine_of(changed)
-
-
-@pytest.mark.parametrize("left", ["layers.1.linear.weight", "layers.4.base", "layers.0.shift"])
-@pytest.mark.parametrize("part", [False, True])
-def test_an_initialize_that_leaves_something_out_is_refused(left: str, part: bool) -> None:
-    def forgets(name: str, tensor: Tensor) -> None:
-        if name != left:
-            initialize(name, tensor)
-        elif part and tensor.dim():
-            tensor[1:] = 0
-
-    with pytest.raises(ValueError, match=rf"^{left}: initialize\('{left}', tensor\) must fill the whole"):
-        engine_of(stack_of(WithBuffers), initialize=forgets)
-
-
-@pytest.mark.parametrize(
-    ("make", "name", "fix"),
-    [
-        (Stack, "layers.1.linear.wieght", r"did you mean layers.1.linear.weight\?"),
-        (Stack, "lm", "there are layers.0.linear.weight, layers.0.linear.bias, layers.1.linear.weight …"),
-        (TiesUnits, "last.weight", r"did you mean .*"),  # its name is first.weight
-    ],
-)
-def test_a_decoupled_name_that_no_parameter_has_is_refused(
-    make: Callable[[], Stack], name: str, fix: str
-) -> None:
-    with pytest.raises(ValueError, match=f"^decoupled {name}: no parameter of the model's units; {fix}$"):
-        engine_of(make, decoupled=("head.weight", name))
-
-
-def test_a_second_rate_without_decoupled_parameters_is_refused() -> None:
-    engine = engine_of(Stack)
-    engine.accumulate(batch_of(0, 0), index=0, micro_batches=1)
-    with pytest.raises(ValueError, match=r"^decoupled_rate 0.001: no parameter is decoupled; name some"):
-        engine.step(1e-2, 1e-3)
-
-
-def test_ranks_that_cannot_obey_are_refused_in_python_too() -> None:
-    with pytest.raises(ValueError, match=r"^--zero-quantized-weights-format delta4: needs 2 or more nodes"):
-        engine_of(Stack, **QWZ, zero_quantized_weights_format="delta4")

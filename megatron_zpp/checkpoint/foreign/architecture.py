@@ -29,7 +29,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 _COPIED = (
     *("kv_channels", "ffn_hidden_size", "max_position_embeddings", "qk_layernorm", "swiglu"),
     *("squared_relu", "add_qkv_bias", "untie_embeddings_and_output_weights", "embed_layernorm"),
-    *("softmax_type", "softmax_scale"),
+    *("softmax_type", "softmax_scale", "fp32_residual_connection"),
 )
 _DROPOUTS = ("attention_dropout", "hidden_dropout")
 _OF_ROPE = ("rotary_percent", "rotary_seq_len_interpolation_factor")

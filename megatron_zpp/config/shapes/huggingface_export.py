@@ -12,6 +12,7 @@ from megatron_zpp.config.shapes.huggingface_window import window_keys
 
 _NOT_COMPUTED = (  # fields without which two models compute the same, or that others say
     *(*NOT_SHAPE, "model_preset", "group_query_attention", "rotary_ntk_factor", "mscale_all_dim"),
+    "fp32_residual_connection",  # as --bf16, which config.json does not say either
     *("use_mup", "mup_base_hidden_size", "mup_base_head_dim", "mup_attn_scale_power"),
 )
 

@@ -49,6 +49,7 @@ def _obey_model(provided: Provided, arguments: CheckpointArguments) -> list[str]
     place = f"{MODEL} {arguments.name}"
     provided.values["model"].pop("model_preset", None)
     shape = {name: value for name, value in vars(arguments.model).items() if value is not None}
+    shape["fp32_residual_connection"] &= not provided.get("precision.fp32")  # in fp32 it always is
     for name in _OF_THE_RUN:
         provided.fill("model", name, shape.pop(name), place)
     if provided.get("tokenizer.tokenizer_type") is None and provided.get("tokenizer.vocab_file") is None:

@@ -5,9 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_zpp.checkpoint.foreign.architecture import _ONLY, read_settings
 from megatron_zpp.checkpoint.foreign.names import our_names
+from megatron_zpp.checkpoint.imported import parameter_shapes, write_imported
+from megatron_zpp.config.root import parse_command_line
+from megatron_zpp.config.shapes.huggingface_export import huggingface_values
+from megatron_zpp.config.tokenizer import TokenizerConfig
+from megatron_zpp.tokenizer.build import build_tokenizer
+from megatron_zpp.train.resume.checkpoint_arguments import read_arguments
 
 GPT = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 32}
 OTHERS = {
@@ -61,3 +68,15 @@ def test_the_scale_of_scores_is_read_without_mup_and_dropouts_are() -> None:
     given = {"softmax_scale": 0.5, "attention_dropout": 0.0, "hidden_dropout": 0.2}
     config = vars(read_settings(Path("theirs"), GPT | given, 32)[0])
     assert {name: config[name] for name in given} == given
+
+
+def test_a_residual_sum_in_fp32_is_taken_over_by_16_bit_runs(tmp_path: Path) -> None:
+    model, _ = read_settings(Path("theirs"), GPT | {"fp32_residual_connection": True}, 32)
+    settings = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=89)
+    weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(model, 90).items()}
+    write_imported(tmp_path, model, weights.__getitem__, settings, build_tokenizer(settings))
+    flags = f"--mock-data --micro-batch-size 1 --train-iters 1 --lr 1 --use-checkpoint-args --load {tmp_path}"
+    for number, wide in (("--bf16", True), ("--fp32", False)):
+        parsed = parse_command_line([*flags.split(), number], saved=read_arguments)
+        assert parsed.config.model.fp32_residual_connection is wide
+    assert huggingface_values(model, 90, 0)["model_type"] == "gpt2"  # which says no format of the compute

@@ -244,7 +244,8 @@ def test_config_json_says_the_same_to_transformers_4(preset: str) -> None:
     assert describe_model(old) == describe_model(values)
 
 
-UNSAID = ("use_mup", "add_qkv_bias")  # multipliers say what muP does; a GPT-2 has these biases anyway
+# Multipliers say what muP does, a GPT-2 has these biases anyway, and a model in fp32 has its sums in fp32.
+UNSAID = ("use_mup", "add_qkv_bias", "fp32_residual_connection")
 SWITCHES = [each.name for each in fields(ModelConfig) if each.default is False and each.name not in UNSAID]
 
 
