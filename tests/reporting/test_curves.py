@@ -108,6 +108,9 @@ def test_what_was_abandoned_by_a_step_back_is_omitted(tmp_path: Path) -> None:
     # A run that has nothing left to do evaluates at its checkpoint, whose logged step stays.
     again = {"iteration": 20, "valid_loss": 3.5}
     assert read(*kept, *abandoned, again) == [*kept, again]
+    # A run that stops logs the steps since the last logged one, after the evaluation at its last iteration.
+    stopped = [repeated[0], step(25, 2.4)]
+    assert read(*kept, *abandoned, *stopped, *repeated[1:]) == kept + stopped + repeated[1:]
 
 
 def test_a_run_that_is_omitted_as_a_whole_is_told(tmp_path: Path) -> None:

@@ -61,12 +61,17 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
                 continue
             if not isinstance(record, dict) or not _is_record(record):
                 raise _foreign(path, number)
-            # A run logs a step before it evaluates at that iteration: what was evaluated there before a
-            # logged step is of a line that was abandoned, and an evaluation keeps those of its iteration.
-            last = record["iteration"] - 1 if "lm_loss" in record else record["iteration"]
-            before = len(records)
-            while records and records[-1]["iteration"] > last:
-                records.pop()
+            iteration, before = record["iteration"], len(records)
+            at = before
+            while at and records[at - 1]["iteration"] >= iteration:
+                at -= 1
+            # A run logs a step before it evaluates at that iteration, but for the last one before a stop. So
+            # what else comes before a logged step is of a line that was abandoned.
+            newer = any(each["iteration"] > iteration or "lm_loss" in each for each in records[at:])
+            if not ("lm_loss" in record and newer):
+                while at < before and records[at]["iteration"] == iteration:
+                    at += 1
+            del records[at:]
             if len(records) < before and not any("lm_loss" in kept for kept in records):
                 began = number
             records.append(record)
