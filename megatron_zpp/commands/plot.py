@@ -126,7 +126,8 @@ def _draw_metric(
 ) -> None:
     """One metric of the runs of one label: lines, and for the loss the dots of evaluations."""
     loss, colour = metric == "lm_loss", f"C{number % 10}"
-    shown = f" {label}" if label.startswith("_") else label  # matplotlib omits such names from legends
+    shown = label.replace("$", r"\$")  # between two of them matplotlib reads mathematics
+    shown = f" {shown}" if shown.startswith("_") else shown  # it omits such names from legends
     if having := [run for run in records if by_iteration(run, metric)]:
         joined = _draw_range(axes, metric, label, having, colour, config)
         name = f"{shown}: training" if loss else shown
@@ -158,9 +159,9 @@ def _draw_range(
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """The files' names, with their folders where two names are equal."""
-    stems = [Path(path).stem for path in paths]
+    """The files' names without .jsonl, with their folders where two names are equal."""
+    names = [Path(path).name.removesuffix(".jsonl") for path in paths]
     return [
-        stem if stems.count(stem) == 1 else str(Path(path).with_suffix(""))
-        for stem, path in zip(stems, paths, strict=True)
+        name if names.count(name) == 1 else path.removesuffix(".jsonl")
+        for name, path in zip(names, paths, strict=True)
     ]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.commands.plot import _names
 from megatron_zpp.reporting.report.curves import LINE_LIMIT, read_metrics
 from megatron_zpp.reporting.sinks import metrics_file
 from tests.reporting.test_curves import step
@@ -82,13 +83,19 @@ def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path) -> None:
     output = tmp_path / "new" / "plot.svg"
     done = program(
         "megatron_zpp.commands.plot",
-        *(*runs, "--labels", "a", "a", "b", "--metric", "lm_loss", "grad_norm", "--x", "tokens"),
+        *(*runs, "--labels", "a", "a", "b${$", "--metric", "lm_loss", "grad_norm", "--x", "tokens"),
         *("--log-x", "--log-y", "--smoothing", "0.5", "--title", "seeds", "--output", str(output)),
     )
     assert done.returncode == 0, done.stderr
     content = output.read_bytes()
-    for text in (b"a: training, mean of 2", b"b: training", b"gradient norm", b"tokens", b"seeds"):
+    for text in (b"a: training, mean of 2", b"b${$: training", b"gradient norm", b"tokens", b"seeds"):
         assert b"<!-- %s -->" % text in content, text  # matplotlib's comments beside its outlines of letters
+
+
+def test_files_have_names_of_their_own() -> None:
+    """Runs of one name would be drawn as their mean."""
+    paths = ["a/lr0.1", "a/lr0.3", "b/run.jsonl", "c/run.jsonl"]
+    assert _names(paths) == ["lr0.1", "lr0.3", "b/run", "c/run"]
 
 
 @pytest.mark.parametrize(
