@@ -162,7 +162,8 @@ class ThreadedSink:
 
     def __init__(self, name: str, make: Callable[[], Sink], say: Say) -> None:
         self._name, self._make, self._say = name, make, say
-        self._queue: queue.Queue[Record | None] = queue.Queue(maxsize=1000)
+        # Tiny steps, each logged, fill it in minutes, and W&B may take 90 s to begin; a record has 2 kB.
+        self._queue: queue.Queue[Record | None] = queue.Queue(maxsize=20_000)
         self._lost = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()

@@ -163,15 +163,16 @@ def hanging(begun: threading.Event, over: threading.Event) -> Iterator[Write]:
     yield lambda record: begun.set() or over.wait(60)
 
 
-@pytest.mark.parametrize("waiting", [0, 999, 1000, 1001])
+@pytest.mark.parametrize("waiting", [0, 1001, 19_999, 20_000, 20_001])
 def test_a_sink_that_hangs_is_abandoned_however_many_records_wait(waiting: int) -> None:
-    """Also when its queue, of 1,000 records, has no place for the request to end."""
+    """Also when its queue, of 20,000 records, has no place for the request to end."""
     begun, over, said = threading.Event(), threading.Event(), []
     sink = ThreadedSink("W&B", lambda: hanging(begun, over), said.append)
     sink.write({"iteration": 0})
     assert begun.wait(60)
     for iteration in range(waiting):
         sink.write({"iteration": iteration})
+    assert bool(said) == (waiting > 20_000)  # a slow begin loses nothing
     closing = threading.Thread(target=lambda: said.append(str(sink.close(0.1))), daemon=True)
     closing.start()
     closing.join(20)
