@@ -102,6 +102,8 @@ def test_what_was_abandoned_by_a_step_back_is_omitted(tmp_path: Path) -> None:
         return read_metrics(str(file), pytest.fail)
 
     assert read(*kept, *abandoned) == kept + abandoned
+    names = [name for record in read(*kept, *abandoned) for name in record]
+    assert len(set(map(id, names))) == len(set(names))  # a file of a million records has each name once
     assert read(*kept, *abandoned, *repeated) == kept + repeated
     assert read(*kept, *abandoned, *repeated[1:]) == kept + repeated[1:]
     assert read(*kept, *abandoned, repeated[0]) == [*kept, repeated[0]]  # not yet at its first logged step
