@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +205,17 @@ class ThreadedSink:
         self._say(f" WARNING: {self._name} is lost, and the run continues without it: {why}")
 
 
-def check_sinks(logging: LoggingConfig) -> None:
-    """Raise ValueError, before anything is built, for a flag that names a place that cannot be written."""
+def check_sinks(logging: LoggingConfig, *, runs: bool = True) -> None:
+    """Raise ValueError, before anything is built, for a flag that cannot be obeyed.
+
+    Its place cannot be written, or its package is missing, which a plan does not need: `runs` is False.
+    """
+    for flag, value, package in (
+        ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
+        ("--wandb-project", logging.wandb_project, "wandb"),
+    ):
+        if runs and value and find_spec(package) is None:
+            raise option_error(flag, value, f"needs the package {package}; install it: pip install {package}")
     if logging.tensorboard_dir:
         check_local_directory("--tensorboard-dir", logging.tensorboard_dir)
     if logging.wandb_save_dir:

@@ -21,6 +21,7 @@ from megatron_zpp.reporting.sinks import (
     WANDB_TAGS,
     ThreadedSink,
     Write,
+    check_sinks,
     metrics_file,
     tagged,
     tensorboard,
@@ -117,6 +118,16 @@ def test_a_disk_that_was_full_has_all_records(tmp_path: Path, monkeypatch: pytes
         record({"iteration": 3})
     assert [json.loads(line)["iteration"] for line in file.read_text().splitlines()] == [1, 2, 3]
     assert len(said) == 1
+
+
+def test_a_sink_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the run, which would have no curves; a plan needs none."""
+    monkeypatch.setattr("megatron_zpp.reporting.sinks.find_spec", lambda name: None)
+    for logging in (LoggingConfig(tensorboard_dir=str(tmp_path)), LoggingConfig(wandb_project="p")):
+        check_sinks(logging, runs=False)
+        with pytest.raises(ValueError, match=r"^--(tensorboard-dir|wandb-project) .*: pip install \w+$"):
+            check_sinks(logging)
+    check_sinks(LoggingConfig(metrics_file=str(tmp_path / "metrics.jsonl")))
 
 
 def opened(file: str) -> None:
