@@ -136,7 +136,8 @@ def _draw_metric(
         elif config.smoothing:
             points = curve(having[0], metric, config.x)
             axes.plot(points.x, points.y, color=colour, alpha=0.2)
-        axes.plot(joined.x, joined.mean, color=colour, alpha=0.6 if loss else 0.9, label=name)
+        form = "-" if len(joined.x) > 1 else "o"  # a line of one point is invisible
+        axes.plot(joined.x, joined.mean, form, color=colour, alpha=0.6 if loss else 0.9, label=name)
     if loss and (having := [run for run in records if by_iteration(run, "valid_loss")]):
         unsmoothed = dataclasses.replace(config, smoothing=0.0)
         joined = _draw_range(axes, "valid_loss", label, having, colour, unsmoothed)

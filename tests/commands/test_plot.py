@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_zpp.commands.plot import _names
+from megatron_zpp.commands.plot import PlotConfig, _names, draw, load
 from megatron_zpp.reporting.report.curves import LINE_LIMIT, read_metrics
 from megatron_zpp.reporting.sinks import metrics_file
 from tests.reporting.test_curves import step
@@ -90,6 +90,13 @@ def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path) -> None:
     content = output.read_bytes()
     for text in (b"a: training, mean of 2", b"b${$: training", b"gradient norm", b"tokens", b"seeds"):
         assert b"<!-- %s -->" % text in content, text  # matplotlib's comments beside its outlines of letters
+
+
+def test_a_run_of_one_logged_step_is_a_dot(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text(json.dumps(step(1)))
+    config = PlotConfig(runs=(str(tmp_path / "run.jsonl"),), output=str(tmp_path / "plot.svg"))
+    draw(load(config.runs, ["run"]), config)
+    assert "fill: #1f77b4" in (tmp_path / "plot.svg").read_text()  # C0; a line has no filling
 
 
 def test_files_have_names_of_their_own() -> None:
