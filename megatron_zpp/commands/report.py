@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.directory import each_candidate, read_newest
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.command_line import command_options, program_name
 from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, option_error, optional
@@ -80,21 +81,22 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> tuple[C
     `on_cpus`: it computes in fp32 unless its flags say otherwise.
     """
 
-    def read(path: Location) -> tuple[Config, Mesh, int]:
+    def read(path: Location) -> tuple[Config, Mesh, int, Progress]:
         with CheckpointReader(path) as reader:
-            return reader.config(), reader.mesh, reader.state["tokenizer"]["vocab_size"]
+            progress = Progress.from_json(reader.state["progress"])
+            return reader.config(), reader.mesh, reader.state["tokenizer"]["vocab_size"], progress
 
     found = read_newest(lambda: each_candidate(directory, iteration, "--checkpoint"), read)
     if found is None:
         raise option_error("--checkpoint", directory, "holds no checkpoint; name what --save wrote to")
-    config, mesh, vocab_size = found
+    config, mesh, vocab_size, progress = found
     schedule = RunSchedule.from_config(
         config.training, config.learning_rate, mesh.data_ranks, seq_length=config.model.seq_length
     )
     precision, planned = config.precision, config
     if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):
         planned = dataclasses.replace(config, precision=dataclasses.replace(precision, fp32=True))
-    return config, job_of(planned, vocab_size, mesh), schedule.iterations
+    return config, job_of(planned, vocab_size, mesh), schedule.resumed(progress).iterations
 
 
 def settings_of(config: Config) -> list[Setting]:

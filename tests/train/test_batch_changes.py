@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_zpp.commands.report import read_run
 from megatron_zpp.data import loader
 from tests.support import logged, trained
 from tests.train.conftest import BYTES, TINY
@@ -78,6 +79,7 @@ def test_a_run_in_samples_reads_them_all(
     consumed = [0, 24, *range(48, 96, now)]
     assert of(records, "learning_rate") == pytest.approx([3e-3 * (96 - c) / 96 for c in consumed])
     assert resume.newest()["iteration"] == 2 + steps
+    assert read_run(str(resume.save), None, on_cpus=True)[2] == 2 + steps  # as report shows it
     said = f"was 24 and is {now}: the remaining 48 samples are {steps} iterations, not 2; no sample"
     assert said in capsys.readouterr().out
 
