@@ -5,6 +5,7 @@ settings of the run, and its planned memory and traffic beside what was measured
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ def main() -> None:
     """Write the page that the command line asks for."""
     config = command_options(ReportConfig, __doc__)
     check_replaceable("--output", config.output)
+    if os.path.realpath(config.output) == os.path.realpath(config.metrics):
+        raise option_error("--output", config.output, "is the metrics file as well; give another name")
     text = page(make_report(config))
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     write_text(Path(config.output), text)
