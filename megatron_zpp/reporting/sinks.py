@@ -142,6 +142,8 @@ def weights_and_biases(
         config=config,
         id=os.environ.get("WANDB_RUN_ID", start.run),
         resume=None if mode == "offline" else "allow",  # offline there is no server to ask
+        # W&B's last line would name a command that uploads the piece of this start alone, from step 0.
+        settings=wandb.Settings(quiet=True) if mode == "offline" else None,
     )
     # W&B's own steps never decrease; iterations do if a run resumes from an earlier checkpoint.
     run.define_metric("*", step_metric="iteration")

@@ -158,14 +158,17 @@ def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
 def test_wandb_shows_a_run_that_fails_as_failed(
     status: int, raises: bool, shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Mock()
-    monkeypatch.setitem(sys.modules, "wandb", Mock(init=lambda **settings: run))
+    """Offline it ends without W&B's own lines: their command uploads one start of a run."""
+    wandb = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     logging = LoggingConfig(wandb_project="p")
     with suppress(KeyError), Reporter(logging, {}, Topology(), iterations=1, start=Progress()) as reporter:
         reporter.status = status
         if raises:
             raise KeyError
-    run.finish.assert_called_once_with(exit_code=shown)
+    wandb.init.return_value.finish.assert_called_once_with(exit_code=shown)
+    wandb.Settings.assert_called_once_with(quiet=True)
 
 
 @contextmanager
