@@ -66,7 +66,7 @@ def make_report(config: ReportConfig) -> Report:
         run, job, iterations = read_run(config.checkpoint, config.ckpt_step, on_cpus=on_cpus)
     source = config.metrics + (f" and {config.checkpoint}" if config.checkpoint else "")
     return Report(
-        title=config.title or Path(config.metrics).stem,
+        title=config.title or Path(config.metrics).name.removesuffix(".jsonl"),
         source=f"from {source}",
         records=records,
         axis=config.x,

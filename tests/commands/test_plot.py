@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_zpp.commands.plot import PlotConfig, _names, draw, load
+from megatron_zpp.commands.report import ReportConfig, make_report
 from megatron_zpp.reporting.report.curves import LINE_LIMIT, read_metrics
 from megatron_zpp.reporting.sinks import metrics_file
 from tests.reporting.test_curves import step
@@ -99,8 +100,9 @@ def test_a_run_of_one_logged_step_is_a_dot(tmp_path: Path) -> None:
     assert "fill: #1f77b4" in (tmp_path / "plot.svg").read_text()  # C0; a line has no filling
 
 
-def test_files_have_names_of_their_own() -> None:
+def test_files_have_names_of_their_own(tmp_path: Path) -> None:
     """Runs of one name would be drawn as their mean."""
+    assert make_report(ReportConfig(metrics=write_run(tmp_path / "lr0.1", 1.0))).title == "lr0.1"
     paths = ["a/lr0.1", "a/lr0.3", "b/run.jsonl", "c/run.jsonl"]
     assert _names(paths) == ["lr0.1", "lr0.3", "b/run", "c/run"]
 
