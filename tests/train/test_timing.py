@@ -149,7 +149,8 @@ def test_an_evaluation_takes_no_time_of_the_step_before(
     flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU still computes that step when the host has submitted it; a save waits for it as well."""
-    log = SimpleNamespace(_engine=SimpleNamespace(device=torch.device("cuda")), watch=Stopwatch())
+    engine, interval = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace(iterations=1)
+    log = SimpleNamespace(_engine=engine, _interval=interval, watch=Stopwatch())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(0.01))
     StepLog.settle(log)
     assert log.watch.total() >= 0.01

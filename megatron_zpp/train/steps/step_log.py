@@ -58,7 +58,7 @@ class StepLog:
 
     def settle(self) -> None:
         """Before an evaluation or a save, wait for the steps that a GPU still computes, in their own time."""
-        if self._engine.device.type == "cuda":
+        if self._interval.iterations and self._engine.device.type == "cuda":
             self.watch.resume()
             torch.cuda.synchronize(self._engine.device)
             self.watch.pause()
