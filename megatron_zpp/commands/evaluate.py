@@ -83,7 +83,7 @@ def main() -> None:
         config: EvaluateConfig = options["evaluation"]
         if config.output:
             check_replaceable("--output", config.output)
-        files = find_files("--valid-data", config.valid_data)
+        files = find_files("--valid-data", config.valid_data, output=config.output)
         distributed = DistributedConfig()
         device = select_device(options["device"].device, topology)
     met = process.connect(distributed)

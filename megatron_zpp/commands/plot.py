@@ -126,7 +126,8 @@ def _draw_metric(
 ) -> None:
     """One metric of the runs of one label: lines, and for the loss the dots of evaluations."""
     loss, colour = metric == "lm_loss", f"C{number % 10}"
-    shown = f" {label}" if label.startswith("_") else label  # matplotlib omits such names from legends
+    shown = label.replace("$", r"\$")  # between two of them matplotlib reads mathematics
+    shown = f" {shown}" if shown.startswith("_") else shown  # it omits such names from legends
     if having := [run for run in records if by_iteration(run, metric)]:
         joined = _draw_range(axes, metric, label, having, colour, config)
         name = f"{shown}: training" if loss else shown
@@ -135,7 +136,8 @@ def _draw_metric(
         elif config.smoothing:
             points = curve(having[0], metric, config.x)
             axes.plot(points.x, points.y, color=colour, alpha=0.2)
-        axes.plot(joined.x, joined.mean, color=colour, alpha=0.6 if loss else 0.9, label=name)
+        form = "-" if len(joined.x) > 1 else "o"  # a line of one point is invisible
+        axes.plot(joined.x, joined.mean, form, color=colour, alpha=0.6 if loss else 0.9, label=name)
     if loss and (having := [run for run in records if by_iteration(run, "valid_loss")]):
         unsmoothed = dataclasses.replace(config, smoothing=0.0)
         joined = _draw_range(axes, "valid_loss", label, having, colour, unsmoothed)
@@ -158,9 +160,9 @@ def _draw_range(
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """The files' names, with their folders where two names are equal."""
-    stems = [Path(path).stem for path in paths]
+    """The files' names without .jsonl, with their folders where two names are equal."""
+    names = [Path(path).name.removesuffix(".jsonl") for path in paths]
     return [
-        stem if stems.count(stem) == 1 else str(Path(path).with_suffix(""))
-        for stem, path in zip(stems, paths, strict=True)
+        name if names.count(name) == 1 else path.removesuffix(".jsonl")
+        for name, path in zip(names, paths, strict=True)
     ]

@@ -5,11 +5,13 @@ settings of the run, and its planned memory and traffic beside what was measured
 """
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_zpp.checkpoint.directory import each_candidate, read_newest
+from megatron_zpp.checkpoint.progress import Progress
 from megatron_zpp.checkpoint.read import CheckpointReader
 from megatron_zpp.config.command_line import command_options, program_name
 from megatron_zpp.config.options import REQUIRED, Options, flag_of, option, option_error, optional
@@ -47,6 +49,8 @@ def main() -> None:
     """Write the page that the command line asks for."""
     config = command_options(ReportConfig, __doc__)
     check_replaceable("--output", config.output)
+    if os.path.realpath(config.output) == os.path.realpath(config.metrics):
+        raise option_error("--output", config.output, "is the metrics file as well; give another name")
     text = page(make_report(config))
     Path(config.output).parent.mkdir(parents=True, exist_ok=True)
     write_text(Path(config.output), text)
@@ -62,7 +66,7 @@ def make_report(config: ReportConfig) -> Report:
         run, job, iterations = read_run(config.checkpoint, config.ckpt_step, on_cpus=on_cpus)
     source = config.metrics + (f" and {config.checkpoint}" if config.checkpoint else "")
     return Report(
-        title=config.title or Path(config.metrics).stem,
+        title=config.title or Path(config.metrics).name.removesuffix(".jsonl"),
         source=f"from {source}",
         records=records,
         axis=config.x,
@@ -80,21 +84,22 @@ def read_run(directory: str, iteration: int | None, *, on_cpus: bool) -> tuple[C
     `on_cpus`: it computes in fp32 unless its flags say otherwise.
     """
 
-    def read(path: Location) -> tuple[Config, Mesh, int]:
+    def read(path: Location) -> tuple[Config, Mesh, int, Progress]:
         with CheckpointReader(path) as reader:
-            return reader.config(), reader.mesh, reader.state["tokenizer"]["vocab_size"]
+            progress = Progress.from_json(reader.state["progress"])
+            return reader.config(), reader.mesh, reader.state["tokenizer"]["vocab_size"], progress
 
     found = read_newest(lambda: each_candidate(directory, iteration, "--checkpoint"), read)
     if found is None:
         raise option_error("--checkpoint", directory, "holds no checkpoint; name what --save wrote to")
-    config, mesh, vocab_size = found
+    config, mesh, vocab_size, progress = found
     schedule = RunSchedule.from_config(
         config.training, config.learning_rate, mesh.data_ranks, seq_length=config.model.seq_length
     )
     precision, planned = config.precision, config
     if on_cpus and not (precision.bf16 or precision.fp16 or precision.fp32):
         planned = dataclasses.replace(config, precision=dataclasses.replace(precision, fp32=True))
-    return config, job_of(planned, vocab_size, mesh), schedule.iterations
+    return config, job_of(planned, vocab_size, mesh), schedule.resumed(progress).iterations
 
 
 def settings_of(config: Config) -> list[Setting]:

@@ -52,24 +52,27 @@ def peaks_of(device: torch.device, precision: PrecisionConfig) -> dict[str, floa
 
 
 class Stopwatch:
-    """Measures seconds of training, without the time between `pause` and `resume`."""
+    """Measures seconds of training: those between `resume` and `pause`."""
 
     def __init__(self) -> None:
-        self._total, self._started = 0.0, time.perf_counter()
+        self._total = 0.0
+        self._started: float | None = None  # while it runs
 
     def pause(self) -> None:
         """Stop counting, for an evaluation or a save."""
-        self._total += time.perf_counter() - self._started
+        self._total, self._started = self.total(), None
 
     def resume(self) -> None:
-        self._started = time.perf_counter()
+        """Count from here on, if it does not already: a run may also stop within a step."""
+        if self._started is None:
+            self._started = time.perf_counter()
 
     def total(self) -> float:
-        """Seconds of the lap so far; the watch runs."""
-        return self._total + time.perf_counter() - self._started
+        """Seconds of the lap so far."""
+        return self._total + (0.0 if self._started is None else time.perf_counter() - self._started)
 
     def lap(self) -> float:
-        """Seconds since the last lap."""
+        """Seconds since the last lap; the next one begins."""
         seconds = self.total()
         self._total, self._started = 0.0, time.perf_counter()
         return seconds

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,8 @@ def weights_and_biases(
         config=config,
         id=os.environ.get("WANDB_RUN_ID", start.run),
         resume=None if mode == "offline" else "allow",  # offline there is no server to ask
+        # W&B's last line would name a command that uploads the piece of this start alone, from step 0.
+        settings=wandb.Settings(quiet=True) if mode == "offline" else None,
     )
     # W&B's own steps never decrease; iterations do if a run resumes from an earlier checkpoint.
     run.define_metric("*", step_metric="iteration")
@@ -162,7 +165,8 @@ class ThreadedSink:
 
     def __init__(self, name: str, make: Callable[[], Sink], say: Say) -> None:
         self._name, self._make, self._say = name, make, say
-        self._queue: queue.Queue[Record | None] = queue.Queue(maxsize=1000)
+        # Tiny steps, each logged, fill it in minutes, and W&B may take 90 s to begin; a record has 2 kB.
+        self._queue: queue.Queue[Record | None] = queue.Queue(maxsize=20_000)
         self._lost = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -203,8 +207,17 @@ class ThreadedSink:
         self._say(f" WARNING: {self._name} is lost, and the run continues without it: {why}")
 
 
-def check_sinks(logging: LoggingConfig) -> None:
-    """Raise ValueError, before anything is built, for a flag that names a place that cannot be written."""
+def check_sinks(logging: LoggingConfig, *, runs: bool = True) -> None:
+    """Raise ValueError, before anything is built, for a flag that cannot be obeyed.
+
+    Its place cannot be written, or its package is missing, which a plan does not need: `runs` is False.
+    """
+    for flag, value, package in (
+        ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
+        ("--wandb-project", logging.wandb_project, "wandb"),
+    ):
+        if runs and value and find_spec(package) is None:
+            raise option_error(flag, value, f"needs the package {package}; install it: pip install {package}")
     if logging.tensorboard_dir:
         check_local_directory("--tensorboard-dir", logging.tensorboard_dir)
     if logging.wandb_save_dir:

@@ -65,7 +65,7 @@ def check_inputs(config: Config, mesh: Mesh, say: Callable[[str], None]) -> RunI
         from megatron_zpp.config.values.addresses import read_secret
 
         read_secret("--island-secret", config.islands.island_secret)
-    check_sinks(config.logging)
+    check_sinks(config.logging, runs=not config.plan.dry_run)
     if config.timing.profile:
         from megatron_zpp.reporting.profile import check_profile
 

@@ -200,6 +200,7 @@ class Trainer:
         return self.progress.consumed_samples != consumed
 
     def _save(self) -> None:
+        self._log.settle()
         self._count_if_skipped()
         if self._saver is not None:
             self._activity.now(f"saves iteration {self.progress.iteration}", patient=True)
@@ -292,6 +293,7 @@ class Trainer:
         iteration = self.progress.iteration
         if samples is None or self._evaluated.get(split) == iteration:
             return
+        self._log.settle()
         evaluation, batches = self._config.evaluation, self._schedule.batches
         count = evaluation.eval_iters * batches.global_batch_size
         if evaluation.full_validation:

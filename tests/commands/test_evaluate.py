@@ -165,6 +165,16 @@ def test_invalid_settings_are_refused(
         prepare()
 
 
+@pytest.mark.parametrize("command", ["evaluate --load x --valid-data", "report"])
+def test_what_is_read_is_not_overwritten(tmp_path: Path, command: str) -> None:
+    file = tmp_path / "run.jsonl"
+    file.write_text('{"iteration": 1, "lm_loss": 2.5}\n')
+    name, *flags = command.split()
+    done = program(f"megatron_zpp.commands.{name}", *flags, str(file), "--output", str(file))
+    assert (done.returncode, file.read_text()) == (1, '{"iteration": 1, "lm_loss": 2.5}\n')
+    assert "as well; give another" in done.stderr
+
+
 @pytest.mark.parametrize(("nats", "loss", "printed"), [(math.nan, None, "nan"), (2000.0, 1000.0, "inf")])
 def test_figures_that_are_not_finite_are_null_in_the_file(
     tmp_path: Path,

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_zpp.commands.plot import PlotConfig, _names, draw, load
+from megatron_zpp.commands.report import ReportConfig, make_report
 from megatron_zpp.reporting.report.curves import LINE_LIMIT, read_metrics
 from megatron_zpp.reporting.sinks import metrics_file
 from tests.reporting.test_curves import step
@@ -82,13 +84,27 @@ def test_any_metric_by_any_axis_with_a_band_over_seeds(tmp_path: Path) -> None:
     output = tmp_path / "new" / "plot.svg"
     done = program(
         "megatron_zpp.commands.plot",
-        *(*runs, "--labels", "a", "a", "b", "--metric", "lm_loss", "grad_norm", "--x", "tokens"),
+        *(*runs, "--labels", "a", "a", "b${$", "--metric", "lm_loss", "grad_norm", "--x", "tokens"),
         *("--log-x", "--log-y", "--smoothing", "0.5", "--title", "seeds", "--output", str(output)),
     )
     assert done.returncode == 0, done.stderr
     content = output.read_bytes()
-    for text in (b"a: training, mean of 2", b"b: training", b"gradient norm", b"tokens", b"seeds"):
+    for text in (b"a: training, mean of 2", b"b${$: training", b"gradient norm", b"tokens", b"seeds"):
         assert b"<!-- %s -->" % text in content, text  # matplotlib's comments beside its outlines of letters
+
+
+def test_a_run_of_one_logged_step_is_a_dot(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text(json.dumps(step(1)))
+    config = PlotConfig(runs=(str(tmp_path / "run.jsonl"),), output=str(tmp_path / "plot.svg"))
+    draw(load(config.runs, ["run"]), config)
+    assert "fill: #1f77b4" in (tmp_path / "plot.svg").read_text()  # C0; a line has no filling
+
+
+def test_files_have_names_of_their_own(tmp_path: Path) -> None:
+    """Runs of one name would be drawn as their mean."""
+    assert make_report(ReportConfig(metrics=write_run(tmp_path / "lr0.1", 1.0))).title == "lr0.1"
+    paths = ["a/lr0.1", "a/lr0.3", "b/run.jsonl", "c/run.jsonl"]
+    assert _names(paths) == ["lr0.1", "lr0.3", "b/run", "c/run"]
 
 
 @pytest.mark.parametrize(

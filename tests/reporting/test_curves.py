@@ -102,12 +102,17 @@ def test_what_was_abandoned_by_a_step_back_is_omitted(tmp_path: Path) -> None:
         return read_metrics(str(file), pytest.fail)
 
     assert read(*kept, *abandoned) == kept + abandoned
+    names = [name for record in read(*kept, *abandoned) for name in record]
+    assert len(set(map(id, names))) == len(set(names))  # a file of a million records has each name once
     assert read(*kept, *abandoned, *repeated) == kept + repeated
     assert read(*kept, *abandoned, *repeated[1:]) == kept + repeated[1:]
     assert read(*kept, *abandoned, repeated[0]) == [*kept, repeated[0]]  # not yet at its first logged step
     # A run that has nothing left to do evaluates at its checkpoint, whose logged step stays.
     again = {"iteration": 20, "valid_loss": 3.5}
     assert read(*kept, *abandoned, again) == [*kept, again]
+    # A run that stops logs the steps since the last logged one, after the evaluation at its last iteration.
+    stopped = [repeated[0], step(25, 2.4)]
+    assert read(*kept, *abandoned, *stopped, *repeated[1:]) == kept + stopped + repeated[1:]
 
 
 def test_a_run_that_is_omitted_as_a_whole_is_told(tmp_path: Path) -> None:

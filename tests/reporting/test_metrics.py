@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_zpp.model.flops import peak_tflops
-from megatron_zpp.reporting.metrics import Interval, losses_of, throughput
+from megatron_zpp.reporting.metrics import Interval, Stopwatch, losses_of, throughput
 from megatron_zpp.zero.engine import StepResult
 
 
@@ -18,6 +18,21 @@ def test_mfu_is_relative_to_the_peak_of_the_products() -> None:
     assert "mfu_16bit" not in of_16_bits
     assert of_8_bits["mfu"] == pytest.approx(600 / 1979)
     assert of_8_bits["mfu_16bit"] == of_16_bits["mfu"]
+
+
+def test_a_stop_within_a_step_keeps_the_time_of_that_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An island that stops while it waits for others resumes a watch that runs."""
+    seconds = iter((10.0, 11.0, 20.0, 25.0, 25.0, 31.0))
+    monkeypatch.setattr("time.perf_counter", lambda: next(seconds))
+    watch = Stopwatch()
+    watch.resume()  # 10
+    watch.pause()  # 11
+    watch.resume()  # 20
+    watch.resume()
+    assert watch.lap() == 6.0  # 25, 25
+    watch.pause()
+    watch.pause()
+    assert watch.total() == 6.0
 
 
 def interval_of(*steps: tuple[float, int], device: str = "cpu") -> Interval:

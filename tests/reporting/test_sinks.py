@@ -21,6 +21,7 @@ from megatron_zpp.reporting.sinks import (
     WANDB_TAGS,
     ThreadedSink,
     Write,
+    check_sinks,
     metrics_file,
     tagged,
     tensorboard,
@@ -119,6 +120,16 @@ def test_a_disk_that_was_full_has_all_records(tmp_path: Path, monkeypatch: pytes
     assert len(said) == 1
 
 
+def test_a_sink_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the run, which would have no curves; a plan needs none."""
+    monkeypatch.setattr("megatron_zpp.reporting.sinks.find_spec", lambda name: None)
+    for logging in (LoggingConfig(tensorboard_dir=str(tmp_path)), LoggingConfig(wandb_project="p")):
+        check_sinks(logging, runs=False)
+        with pytest.raises(ValueError, match=r"^--(tensorboard-dir|wandb-project) .*: pip install \w+$"):
+            check_sinks(logging)
+    check_sinks(LoggingConfig(metrics_file=str(tmp_path / "metrics.jsonl")))
+
+
 def opened(file: str) -> None:
     metrics_file(file, print).__enter__()
 
@@ -147,14 +158,17 @@ def test_a_file_that_was_removed_is_made_again(tmp_path: Path) -> None:
 def test_wandb_shows_a_run_that_fails_as_failed(
     status: int, raises: bool, shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Mock()
-    monkeypatch.setitem(sys.modules, "wandb", Mock(init=lambda **settings: run))
+    """Offline it ends without W&B's own lines: their command uploads one start of a run."""
+    wandb = Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_MODE", "offline")
     logging = LoggingConfig(wandb_project="p")
     with suppress(KeyError), Reporter(logging, {}, Topology(), iterations=1, start=Progress()) as reporter:
         reporter.status = status
         if raises:
             raise KeyError
-    run.finish.assert_called_once_with(exit_code=shown)
+    wandb.init.return_value.finish.assert_called_once_with(exit_code=shown)
+    wandb.Settings.assert_called_once_with(quiet=True)
 
 
 @contextmanager
@@ -163,15 +177,16 @@ def hanging(begun: threading.Event, over: threading.Event) -> Iterator[Write]:
     yield lambda record: begun.set() or over.wait(60)
 
 
-@pytest.mark.parametrize("waiting", [0, 999, 1000, 1001])
+@pytest.mark.parametrize("waiting", [0, 1001, 19_999, 20_000, 20_001])
 def test_a_sink_that_hangs_is_abandoned_however_many_records_wait(waiting: int) -> None:
-    """Also when its queue, of 1,000 records, has no place for the request to end."""
+    """Also when its queue, of 20,000 records, has no place for the request to end."""
     begun, over, said = threading.Event(), threading.Event(), []
     sink = ThreadedSink("W&B", lambda: hanging(begun, over), said.append)
     sink.write({"iteration": 0})
     assert begun.wait(60)
     for iteration in range(waiting):
         sink.write({"iteration": iteration})
+    assert bool(said) == (waiting > 20_000)  # a slow begin loses nothing
     closing = threading.Thread(target=lambda: said.append(str(sink.close(0.1))), daemon=True)
     closing.start()
     closing.join(20)

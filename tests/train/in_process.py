@@ -49,9 +49,9 @@ class Resumed:
     """A run of a model of one layer; each call resumes from where the previous call ended."""
 
     def __init__(self, corpus: str, directory: Path) -> None:
-        self._save, self._metrics = directory / "checkpoints", directory / "metrics.jsonl"
+        self.save, self._metrics = directory / "checkpoints", directory / "metrics.jsonl"
         self._flags = ["--data-path", corpus, "--split", "100,0,0", *BYTES, *TINY, *SMALLEST]
-        self._flags += ["--save", str(self._save), "--load", str(self._save)]
+        self._flags += ["--save", str(self.save), "--load", str(self.save)]
         self._flags += ["--metrics-file", str(self._metrics)]
 
     def __call__(self, *flags: str) -> list[dict[str, Any]]:
@@ -61,8 +61,8 @@ class Resumed:
 
     def newest(self) -> dict[str, Any]:
         """The progress in the newest checkpoint."""
-        name = (self._save / "latest_checkpointed_iteration.txt").read_text().strip()
-        state = self._save / f"iter_{int(name):07d}" / "state.json"
+        name = (self.save / "latest_checkpointed_iteration.txt").read_text().strip()
+        state = self.save / f"iter_{int(name):07d}" / "state.json"
         return json.loads(state.read_text())["progress"]
 
 

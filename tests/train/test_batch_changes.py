@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_zpp.commands.report import read_run
 from megatron_zpp.data import loader
 from tests.support import logged, trained
 from tests.train.conftest import BYTES, TINY
@@ -37,9 +38,10 @@ def test_a_run_in_iterations_takes_them_all(
     resume: Resumed, read: list[int], capsys: pytest.CaptureFixture[str], now: int
 ) -> None:
     """The learning rate is that of the iteration, as in a run with a constant batch size."""
-    resume("--global-batch-size", "12", "--train-iters", "6", "--exit-interval", "2")
+    flags = ["--train-iters", "6", "--split", "90,10,0", "--eval-iters", "2"]
+    resume(*flags, "--global-batch-size", "12", "--exit-interval", "2")
     capsys.readouterr()
-    records = resume("--global-batch-size", str(now), "--train-iters", "6")
+    records = [record for record in resume(*flags, "--global-batch-size", str(now)) if "lm_loss" in record]
     assert read == list(range(24 + 4 * now))
     assert of(records, "global_batch_size") == [12] * 2 + [now] * 4
     assert of(records, "learning_rate") == pytest.approx([3e-3 * (6 - step) / 6 for step in range(6)])
@@ -47,7 +49,7 @@ def test_a_run_in_iterations_takes_them_all(
     assert resume.newest()["consumed_samples"] == 24 + 4 * now
     said = (
         f" the global batch size was 12 and is {now}: the remaining 4 iterations read {4 * now} samples, "
-        "not 48; no sample is skipped or repeated\n"
+        f"not 48; no sample is skipped or repeated; an evaluation reads {2 * now} samples, not 24\n"
     )
     assert said in capsys.readouterr().out
 
@@ -77,6 +79,7 @@ def test_a_run_in_samples_reads_them_all(
     consumed = [0, 24, *range(48, 96, now)]
     assert of(records, "learning_rate") == pytest.approx([3e-3 * (96 - c) / 96 for c in consumed])
     assert resume.newest()["iteration"] == 2 + steps
+    assert read_run(str(resume.save), None, on_cpus=True)[2] == 2 + steps  # as report shows it
     said = f"was 24 and is {now}: the remaining 48 samples are {steps} iterations, not 2; no sample"
     assert said in capsys.readouterr().out
 

@@ -5,18 +5,23 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_zpp.commands.report import ReportConfig, make_report
 from megatron_zpp.config.run import TimingConfig
+from megatron_zpp.reporting.metrics import Stopwatch
 from megatron_zpp.reporting.profile import StepProfiler
 from megatron_zpp.reporting.timing import straggler_line, times_line
+from megatron_zpp.train.steps.step_log import StepLog
 from megatron_zpp.zero.sections import Sections
 from tests.config.command_line import SMALLEST
 from tests.support import Run, pretrain, program, records_of, trained
 from tests.train.conftest import BYTES, TINY
+from tests.train.in_process import SMALLEST as ONE_LAYER
+from tests.train.in_process import train_here
 
 
 def sleep_in_every_forward() -> None:
@@ -138,3 +143,26 @@ def test_a_report_compares_the_run_with_its_plan(tmp_path: Path) -> None:
     text = page.read_text()
     for said in ("--zero-stage 3", "forward backward", "inside nodes", "on a CPU the whole process"):
         assert said in text
+
+
+def test_an_evaluation_takes_no_time_of_the_step_before(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU still computes that step when the host has submitted it; a save waits for it as well."""
+    engine, interval = SimpleNamespace(device=torch.device("cuda")), SimpleNamespace(iterations=1)
+    log = SimpleNamespace(_engine=engine, _interval=interval, watch=Stopwatch())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: time.sleep(0.01))
+    StepLog.settle(log)
+    assert log.watch.total() >= 0.01
+    settled: list[int] = []
+    monkeypatch.setattr(StepLog, "settle", lambda log: settled.append(log._interval.iterations))
+    train_here(
+        [*flags, *ONE_LAYER, *"--eval-iters 1 --eval-interval 2 --train-iters 3 --log-interval 9".split()]
+    )
+    assert settled == [
+        0,
+        2,
+        0,
+        0,
+        0,
+    ]  # evaluations at 0 and 2; behind the last step a save and two evaluations

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from statistics import median, mode
+from sys import intern
 from typing import Any, Literal, get_args
 
 from megatron_zpp.storage.regular import open_stream
@@ -52,7 +53,7 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
         for number, line in enumerate(iter(lambda: file.readline(LINE_LIMIT), b""), 1):
             ends = line.endswith(b"\n")
             try:
-                record = json.loads(line)
+                record = json.loads(line, object_pairs_hook=_with_shared_names)
             except (ValueError, RecursionError):
                 if not ends and len(line) == LINE_LIMIT:
                     raise _foreign(path, number) from None
@@ -61,12 +62,17 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
                 continue
             if not isinstance(record, dict) or not _is_record(record):
                 raise _foreign(path, number)
-            # A run logs a step before it evaluates at that iteration: what was evaluated there before a
-            # logged step is of a line that was abandoned, and an evaluation keeps those of its iteration.
-            last = record["iteration"] - 1 if "lm_loss" in record else record["iteration"]
-            before = len(records)
-            while records and records[-1]["iteration"] > last:
-                records.pop()
+            iteration, before = record["iteration"], len(records)
+            at = before
+            while at and records[at - 1]["iteration"] >= iteration:
+                at -= 1
+            # A run logs a step before it evaluates at that iteration, but for the last one before a stop. So
+            # what else comes before a logged step is of a line that was abandoned.
+            newer = any(each["iteration"] > iteration or "lm_loss" in each for each in records[at:])
+            if not ("lm_loss" in record and newer):
+                while at < before and records[at]["iteration"] == iteration:
+                    at += 1
+            del records[at:]
             if len(records) < before and not any("lm_loss" in kept for kept in records):
                 began = number
             records.append(record)
@@ -81,6 +87,11 @@ def read_metrics(path: str, warn: Callable[[str], None]) -> list[dict[str, Any]]
         numbers = ", ".join(map(str, skipped[:_NUMBERS])) + (", …" if len(skipped) > _NUMBERS else "")
         warn(f"{path}: skipped {lines} not JSON: {numbers}")
     return records
+
+
+def _with_shared_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names other objects have too: more than half of a large file's memory."""
+    return {intern(name): value for name, value in pairs}
 
 
 def _is_record(record: Values) -> bool:
@@ -239,4 +250,4 @@ def _interpolated(xs: list[int], ys: list[float], x: int) -> float:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) in (int, float)

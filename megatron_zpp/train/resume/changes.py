@@ -130,7 +130,11 @@ def batch_changes(saved: Settings, ranks: int, config: Config, schedule: RunSche
     else:
         old, samples = before.iterations(schedule.train_samples, consumed=consumed), schedule.train_samples
         remain = f"the remaining {max(0, samples - consumed):,} samples are {left:,} iterations, not {old:,}"
-    return [f"{changed}: {remain}; no sample is skipped or repeated"] if left or old else []
+    remain += "; no sample is skipped or repeated"
+    evaluated, size = schedule.evaluated_samples(config.evaluation), before.global_batch_size
+    if evaluated and size != after.global_batch_size:  # the curve jumps
+        remain += f"; an evaluation reads {evaluated:,} samples, not {config.evaluation.eval_iters * size:,}"
+    return [f"{changed}: {remain}"] if left or old else []
 
 
 def ordered_samples(saved: Settings, ranks: int) -> int:

@@ -56,6 +56,13 @@ class StepLog:
         seconds = self.watch.total()
         self._reporter.say(f" first step, iteration {progress.iteration}: loss {loss:.4f}, {seconds:.1f} s")
 
+    def settle(self) -> None:
+        """Before an evaluation or a save, wait for the steps that a GPU still computes, in their own time."""
+        if self._interval.iterations and self._engine.device.type == "cuda":
+            self.watch.resume()
+            torch.cuda.synchronize(self._engine.device)
+            self.watch.pause()
+
     def rest(self, progress: Progress) -> None:
         """Log the steps since the last log line, if there are any, as a run ends; every rank must call it."""
         if self._interval.iterations:
