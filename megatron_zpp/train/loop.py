@@ -50,7 +50,7 @@ class Trainer:
 
     # Of runs with --save, outer steps, --sample-prompt and --profile, which alone import them
     _saver: "Saver | None" = None
-    _islands: "Islands | OuterAlone | None" = None
+    _outer: "Islands | OuterAlone | None" = None
     _write_texts: Callable[[], list[str]] | None = None
     _profiler: "StepProfiler | None" = None
 
@@ -67,11 +67,11 @@ class Trainer:
         if config.islands.outer_alone:
             from megatron_zpp.train.outer_alone import OuterAlone
 
-            self._islands = OuterAlone(run)
+            self._outer = OuterAlone(run)
         elif run.outer is not None:
             from megatron_zpp.train.islands import Islands
 
-            self._islands = Islands(
+            self._outer = Islands(
                 run,
                 now=lambda text: self._activity.now(text, patient=True),
                 check_stop=self._stops.between_rounds,
@@ -112,8 +112,8 @@ class Trainer:
         finally:
             if self._profiler:
                 self._profiler.discard()
-            if self._islands is not None:
-                self._islands.close(ended=self.progress.iteration >= self._schedule.iterations)
+            if self._outer is not None:
+                self._outer.close(ended=self.progress.iteration >= self._schedule.iterations)
 
     def _run(self) -> Stop | None:
         try:
@@ -145,9 +145,9 @@ class Trainer:
 
     def _train(self) -> None:
         """Take the remaining steps. Raises Stop between two of them or during an evaluation."""
-        if self._islands is not None:
-            self.progress = self._islands.start(self.progress)
-            self._outer_step(self._islands, begins=False)
+        if self._outer is not None:
+            self.progress = self._outer.start(self.progress)
+            self._outer_step(self._outer, begins=False)
         if self.progress.iteration == 0 or self.progress.evaluation_due:
             self._evaluate("valid")
         first = self.progress.iteration + 1
@@ -157,7 +157,7 @@ class Trainer:
                 self._log.watch.resume()
                 with self._engine.sections(STEP):
                     result = self._step(batches)
-                    if self._islands is not None and self._outer_step(self._islands):
+                    if self._outer is not None and self._outer_step(self._outer):
                         stack.close()
                         batches = iter(stack.enter_context(self._loader()))
                 last = self.progress.iteration == self._schedule.iterations
@@ -189,14 +189,14 @@ class Trainer:
             pin_memory=self._engine.device.type == "cuda",
         )
 
-    def _outer_step(self, islands: "Islands | OuterAlone", *, begins: bool = True) -> bool:
+    def _outer_step(self, outer: "Islands | OuterAlone", *, begins: bool = True) -> bool:
         """Begin and end what is due of an outer step; returns whether other samples come next."""
         consumed = self.progress.consumed_samples
         if begins:
-            self.progress = islands.begin(self.progress)
+            self.progress = outer.begin(self.progress)
         last = self.progress.iteration >= self._schedule.iterations
-        self.progress = islands.end(self.progress, last=last)
-        self._log.more = islands.record
+        self.progress = outer.end(self.progress, last=last)
+        self._log.more = outer.record
         return self.progress.consumed_samples != consumed
 
     def _save(self) -> None:
@@ -309,7 +309,7 @@ class Trainer:
 
         # After the last step every start evaluates anyway.
         self.progress = replace(self.progress, evaluation_due=iteration < self._schedule.iterations)
-        with nullcontext() if self._islands is None else self._islands.averaged(self.progress):
+        with nullcontext() if self._outer is None else self._outer.averaged(self.progress):
             loss = evaluate(
                 self._engine,
                 samples,
