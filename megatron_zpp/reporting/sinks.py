@@ -207,6 +207,12 @@ class ThreadedSink:
         self._say(f" WARNING: {self._name} is lost, and the run continues without it: {why}")
 
 
+def _is_installed(package: str) -> bool:
+    """Whether it can be imported; a folder of its name, such as ./wandb of offline runs, is no package."""
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def check_sinks(logging: LoggingConfig, *, runs: bool = True) -> None:
     """Raise ValueError, before anything is built, for a flag that cannot be obeyed.
 
@@ -216,7 +222,7 @@ def check_sinks(logging: LoggingConfig, *, runs: bool = True) -> None:
         ("--tensorboard-dir", logging.tensorboard_dir, "tensorboard"),
         ("--wandb-project", logging.wandb_project, "wandb"),
     ):
-        if runs and value and find_spec(package) is None:
+        if runs and value and not _is_installed(package):
             raise option_error(flag, value, f"needs the package {package}; install it: pip install {package}")
     if logging.tensorboard_dir:
         check_local_directory("--tensorboard-dir", logging.tensorboard_dir)

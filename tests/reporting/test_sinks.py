@@ -121,8 +121,11 @@ def test_a_disk_that_was_full_has_all_records(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_sink_without_its_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the run, which would have no curves; a plan needs none."""
-    monkeypatch.setattr("megatron_zpp.reporting.sinks.find_spec", lambda name: None)
+    """Before the run, which would have no curves; a plan needs none. Folders of these names do not count."""
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    for package in ("tensorboard", "wandb"):
+        (tmp_path / package).mkdir()
+        monkeypatch.delitem(sys.modules, package, raising=False)
     for logging in (LoggingConfig(tensorboard_dir=str(tmp_path)), LoggingConfig(wandb_project="p")):
         check_sinks(logging, runs=False)
         with pytest.raises(ValueError, match=r"^--(tensorboard-dir|wandb-project) .*: pip install \w+$"):
