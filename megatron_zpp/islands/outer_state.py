@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from itertools import compress
+from itertools import compress, groupby
 from typing import Any
 
 import torch
@@ -92,13 +92,13 @@ class OuterState:
             engine.states.keep(OUTER_SENT, self._sent)
         mesh = engine.mesh
         self._chunks = [chunk for unit in trained for chunk in chunks_of(unit.number, unit.layout, mesh)]
-        own = {unit.number for unit in trained if sends(unit.layout, mesh)}
-        self._sends = [chunk.unit in own for chunk in self._chunks]
+        self._own = [unit.number for unit in trained if sends(unit.layout, mesh)]
+        self._sends = [chunk.unit in self._own for chunk in self._chunks]
         placements = (each for unit in trained for each in unit.layout.placements)
         self._counted = {each.name for each in placements if each.split or not mesh.tensor_rank}  # once
         self._gaps = {unit.number: unit.layout.gaps_in(unit.layout.shard(mesh)) for unit in trained}
         self.layout = to_text([chunk.frame for chunk in compress(self._chunks, self._sends)])
-        self._own = to_text([chunk.frame for chunk in self._chunks])
+        self._all = to_text([chunk.frame for chunk in self._chunks])
         self.wanted = Wanted(self._chunks)
         self._rounded: list[Tensor] = []  # the residuals after the newest exchange
         self._encoded: list[tuple[str, int, Tensor]] = []  # and its frames, of all chunks
@@ -108,12 +108,14 @@ class OuterState:
     def _checksum(self) -> Tensor:
         """The sum () int64 of the bits of the outer weights, which is the same for any mesh."""
         total = torch.zeros((), dtype=torch.int64, device=self._device)
+        for unit in self._own:
+            total += self._weights[unit].view(torch.int32).sum(dtype=torch.int64)
         for unit, elements, frame in compress(self._chunks, self._sends):
             bits = self._weights[unit][elements].view(torch.int32)
             for name, at, shape, here, _ in frame.parts:
-                if name in self._counted:
+                if name not in self._counted:  # another tensor rank counts it
                     box = tuple(slice(side.start, side.stop) for side in here)
-                    total += _array(bits, at, shape)[box].sum(dtype=torch.int64)
+                    total -= _array(bits, at, shape)[box].sum(dtype=torch.int64)
         return self._engine.sum_over_ranks(total.to(self._engine.device))
 
     def begin(self) -> None:
@@ -144,7 +146,7 @@ class OuterState:
             message = self._codec.encode(moved, lost, step)
             frames.append(self._to_host(number, message))
             # Codes are small enough to stay on a GPU until they are decoded
-            self._encoded.append((self._own, number, message if self._rounded else frames[-1]))
+            self._encoded.append((self._all, number, message if self._rounded else frames[-1]))
         for unit, lost in enumerate(self._rounded):
             clear(lost, self._gaps.get(unit, ()))
         done = self._copies.record_event() if self._copies else None
@@ -239,13 +241,14 @@ class OuterState:
         ]
         # By a number of the host CUDA divides with a rounded reciprocal: other bits than on a CPU
         count = torch.tensor(float(len(sources)), device=self._device)
-        for number, (unit, elements, frame) in enumerate(self._chunks):
-            outer, momentum = self._weights[unit][elements], self._momentum[unit][elements]
-            values = (source.values(number, frame, outer.device) for source in sources)
-            self._move(outer, momentum, reduce(torch.add, values) / count)
-        for unit, gaps in self._gaps.items():
-            clear(self._weights[unit], gaps)
-            clear(self._momentum[unit], gaps)
+        numbered = enumerate(self._chunks)
+        for unit, chunks in groupby(numbered, key=lambda each: each[1].unit):
+            gradient = torch.empty_like(self._weights[unit])
+            for number, (_, elements, frame) in chunks:
+                values = (source.values(number, frame, self._device) for source in sources)
+                torch.div(reduce(torch.add, values), count, out=gradient[elements])
+            clear(gradient, self._gaps[unit])
+            self._move(self._weights[unit], self._momentum[unit], gradient)
 
     def _move(self, outer: Tensor, momentum: Tensor, gradient: Tensor) -> None:
         """A step of SGD with Nesterov's momentum, in place."""
