@@ -33,10 +33,11 @@ _SEED = 0x0DD5EED  # of the signs of rotated frames, which all islands know
 class Codec:
     """What a frame's numbers travel as: themselves, bf16, or rotated codes whose losses are sent later."""
 
-    def __init__(self, format: str, operations: Operations | None) -> None:
+    def __init__(self, format: str, operations: Operations | None, device: torch.device) -> None:
         self._dtype = torch.bfloat16 if format == "bf16" else torch.float32
         self._format = LloydMaxFormat(int(format[-1]), BLOCK) if format.startswith("rotated") else None
         self._operations = operations
+        self._one = torch.ones((), device=device)  # residuals are not scaled
 
     def encode(self, values: Tensor, lost: Tensor | None, step: int) -> Tensor:
         """The bytes of `values` (n,) fp32, and in `lost` (n,) bf16 what they lose of it and of the sum."""
@@ -46,8 +47,10 @@ class Codec:
         assert self._operations is not None
         size = self._format.message_bytes(len(values))
         message = torch.empty(1, size, dtype=torch.uint8, device=values.device)
-        signs, one = Signs(_SEED, 0, step), torch.ones((), device=values.device)
-        self._operations.quantize_rotated(values, message, self._format, signs, lost=lost[None], divisor=one)
+        signs = Signs(_SEED, 0, step)
+        self._operations.quantize_rotated(
+            values, message, self._format, signs, lost=lost[None], divisor=self._one
+        )
         return message[0]
 
     def decode(self, message: Tensor, numel: int, step: int) -> Tensor:
@@ -74,11 +77,11 @@ class OuterState:
 
     def __init__(self, engine: ZeroEngine, config: IslandsConfig, operations: Operations | None) -> None:
         self._engine, self._config = engine, config
-        self._codec = Codec(config.outer_format, operations)
         trained = [unit for unit in engine.units if not unit.frozen]
         weights = self._own_weights()
         self._weights = [shard.clone() for shard in weights]
         self._device = self._weights[0].device
+        self._codec = Codec(config.outer_format, operations, self._device)
         self._momentum = [torch.zeros_like(shard) for shard in weights]
         engine.states.keep(OUTER_WEIGHTS, self._weights)
         engine.states.keep(f"{OUTER}momentum", self._momentum)
@@ -106,16 +109,16 @@ class OuterState:
         self._copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def _checksum(self) -> Tensor:
-        """The sum () int64 of the bits of the outer weights, which is the same for any mesh."""
+        """The sum () int64 of the bits of the outer weights, which modulo 2^32 is the same for any mesh."""
         total = torch.zeros((), dtype=torch.int64, device=self._device)
         for unit in self._own:
-            total += self._weights[unit].view(torch.int32).sum(dtype=torch.int64)
+            total += self._weights[unit].view(torch.int32).sum(dtype=torch.int32)
         for unit, elements, frame in compress(self._chunks, self._sends):
             bits = self._weights[unit][elements].view(torch.int32)
             for name, at, shape, here, _ in frame.parts:
                 if name not in self._counted:  # another tensor rank counts it
                     box = tuple(slice(side.start, side.stop) for side in here)
-                    total -= _array(bits, at, shape)[box].sum(dtype=torch.int64)
+                    total -= _array(bits, at, shape)[box].sum(dtype=torch.int32)
         return self._engine.sum_over_ranks(total.to(self._engine.device))
 
     def begin(self) -> None:
@@ -155,7 +158,7 @@ class OuterState:
             if done:
                 with torch.cuda.device(self._device):  # not the first one, which a thread begins with
                     done.synchronize()
-            return int(checksum)
+            return int(checksum) % (1 << 32)
 
         return list(compress(frames, self._sends)), ready
 

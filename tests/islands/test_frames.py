@@ -73,7 +73,7 @@ def test_every_rank_finds_its_shards_in_the_frames_of_any_mesh(
             for (text, values), numbers in zip(sent, chosen, strict=True)
             for number in numbers
         ]
-        source = _Source(received, Codec("fp32", None), wanted, 0)
+        source = _Source(received, Codec("fp32", None, torch.device("cpu")), wanted, 0)
         for number, chunk in enumerate(chunks):
             assert torch.equal(source.values(number, chunk.frame, CPU), values_of(chunk, whole))
         if theirs == ours:  # and no more than it needs
