@@ -104,8 +104,8 @@ def peak_of(run: Callable[[], None]) -> int:
         ({"zero_stage": 3}, FULL, {"fp32": True}, WIDE | {"optimizer": MUON}),  # at Newton-Schulz's peak
         ({"zero_stage": 1}, {}, BF16, {"optimizer": SPLIT}),
         ({"zero_stage": 3} | QWZ, {}, BF16, {"optimizer": FP8}),
-        ({}, IN_CHUNKS, BF16, LONG | {"ffn_hidden_size": 2048}),
-        ({"zero_stage": 3}, FULL | IN_CHUNKS, BF16, LONG | {"micro_batch_size": 16}),
+        nightly({}, IN_CHUNKS, BF16, LONG | {"ffn_hidden_size": 2048}),
+        nightly({"zero_stage": 3}, FULL | IN_CHUNKS, BF16, LONG | {"micro_batch_size": 16}),
         ({"zero_stage": 1, "zero_unit": "sublayer"}, FULL | IN_CHUNKS, {"fp32": True}, LONG),
         ({}, {}, {"fp32": True}, STEPPED | WIDE),
         ({}, FULL, {"fp32": True}, STEPPED | LONG),
