@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +21,7 @@ def gathers_beside_sums() -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.nightly
 def test_gathers_beside_sums_leave_the_heap_whole() -> None:
     """Both threads of a gloo group write its last operation's name, without a lock.
 
