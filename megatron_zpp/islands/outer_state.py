@@ -95,8 +95,8 @@ class OuterState:
             engine.states.keep(OUTER_SENT, self._sent)
         mesh = engine.mesh
         self._chunks = [chunk for unit in trained for chunk in chunks_of(unit.number, unit.layout, mesh)]
-        self._own = [unit.number for unit in trained if sends(unit.layout, mesh)]
-        self._sends = [chunk.unit in self._own for chunk in self._chunks]
+        self._sending = [unit.number for unit in trained if sends(unit.layout, mesh)]
+        self._sends = [chunk.unit in self._sending for chunk in self._chunks]
         placements = (each for unit in trained for each in unit.layout.placements)
         self._counted = {each.name for each in placements if each.split or not mesh.tensor_rank}  # once
         self._gaps = {unit.number: unit.layout.gaps_in(unit.layout.shard(mesh)) for unit in trained}
@@ -111,7 +111,7 @@ class OuterState:
     def _checksum(self) -> Tensor:
         """The sum () int64 of the bits of the outer weights, which modulo 2^32 is the same for any mesh."""
         total = torch.zeros((), dtype=torch.int64, device=self._device)
-        for unit in self._own:
+        for unit in self._sending:
             total += self._weights[unit].view(torch.int32).sum(dtype=torch.int32)
         for unit, elements, frame in compress(self._chunks, self._sends):
             bits = self._weights[unit][elements].view(torch.int32)
